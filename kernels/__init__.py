@@ -1,0 +1,1 @@
+"""Triton kernels, one file a codec (installed as megatron_adacc.kernels)."""

@@ -1,0 +1,50 @@
+"""The `adacc` command: one module a sub-command, imported only when it is called."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megatron_adacc import __version__
+from megatron_adacc.errors import UserError
+
+# name -> (module, one line of help). A command module has configure(parser) and run(args) -> exit code.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("megatron_adacc.doctor", "say what this machine has, what will be used and what is wrong"),
+    "prepare-data": (
+        "megatron_adacc.megatron.prepare_data",
+        "train a tokenizer and write a Megatron data set from text files",
+    ),
+    "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
+}
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser with all command names; only `command`'s own arguments are filled in."""
+    parser = argparse.ArgumentParser(prog="adacc", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--version", action="version", version=f"megatron-adacc {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, help_line) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help_line)
+        if name == command:
+            importlib.import_module(module).configure(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; a `UserError` becomes one sentence on stderr and exit code 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((argument for argument in arguments if argument in COMMANDS), None)
+    args = build_parser(command).parse_args(arguments)
+    try:
+        return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
+    except UserError as error:
+        sys.stderr.write(f"adacc {args.command}: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"adacc {args.command}: interrupted\n")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Running Megatron where there is no CUDA."""

@@ -1,0 +1,1 @@
+"""The Megatron side: flags, baselines, accounting hooks, data; the only package that imports megatron."""

@@ -1,0 +1,1 @@
+"""What runs during training: accounting of activation memory."""
