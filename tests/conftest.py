@@ -1,0 +1,27 @@
+"""What every test shares: the environment that child processes inherit, and the skip for GPU tests."""
+
+import os
+
+import pytest
+
+# Set before any test module imports torch, and inherited by every process that a test starts. Several
+# ranks on a small machine are slower with more threads than cores, and no test may ask a hub for a file.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where torch sees no CUDA device, and say what torch said."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    reason = (
+        f"needs a CUDA device: torch {torch.__version__} (CUDA {torch.version.cuda}) sees none "
+        "(torch.cuda.is_available() is False)"
+    )
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason=reason))
