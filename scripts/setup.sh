@@ -5,11 +5,12 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: scripts/setup.sh [--help | --find-python]
+usage: scripts/setup.sh [--repair | --find-python | --help]
 
 Makes .venv in the checkout and installs megatron-adacc (editable) with pinned dependencies.
 A second call finds it done and returns at once; a set-up that was killed is completed.
 
+  --repair        run pip even if .venv was complete, to bring back what has been removed from it since
   --find-python   print the Python that would be used, and stop
   --help          this text
 
@@ -127,16 +128,17 @@ fingerprint() {
     } | sha256sum | cut -d ' ' -f 1
 }
 
-is_complete() { [[ -f $stamp ]] && venv_is_usable && [[ $(<"$stamp") == "$(fingerprint)" ]]; }
+is_complete() { ! $repair && [[ -f $stamp ]] && venv_is_usable && [[ $(<"$stamp") == "$(fingerprint)" ]]; }
 
-# What is asked for now must fit the finished .venv: it may hold hours of building (apex, Transformer
+# What is asked for now must fit the .venv that is here: it may hold hours of building (apex, Transformer
 # Engine), so it is never thrown away to please a changed setting.
 check_settings_fit() {
     if [[ -n ${ADACC_PYTHON:-} && $(real_python "$venv/bin/python") != "$(real_python "$python")" ]]; then
         die "$venv was made with $(real_python "$venv/bin/python"), not with ADACC_PYTHON=$ADACC_PYTHON;" \
             "remove .venv to make it anew."
     fi
-    if [[ -n ${ADACC_PIP_ARGS:-} && $wanted_pip_args != "$saved_pip_args" ]]; then
+    # Unfinished, it may have failed for want of these very arguments.
+    if [[ -f $stamp && -n ${ADACC_PIP_ARGS:-} && $wanted_pip_args != "$saved_pip_args" ]]; then
         die "$venv was made with ADACC_PIP_ARGS='$saved_pip_args', not '$wanted_pip_args';" \
             "remove .venv to make it anew."
     fi
@@ -155,6 +157,7 @@ make_venv() {
         version=$(version_of "$venv/bin/python")
         is_new_enough "$version" ||
             die "$venv is there with Python $version, and megatron-adacc needs $oldest or newer; remove .venv."
+        check_settings_fit
         "$venv/bin/python" -m pip --version >/dev/null 2>&1 ||
             "$venv/bin/python" -m ensurepip >/dev/null ||
             die "$venv has no pip and none could be put into it; remove .venv to make it anew."
@@ -195,8 +198,10 @@ install() {
 }
 
 python=""
+repair=false
 case ${1:-} in
     "") ;;
+    --repair) repair=true ;;
     --help | -h)
         usage
         exit 0
