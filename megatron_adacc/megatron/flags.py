@@ -1,0 +1,49 @@
+"""The --adacc-* flags: one dataclass, turned into an argparse group by Megatron's own factory."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, field, fields
+
+from megatron_adacc.devices import DEVICES
+from megatron_adacc.errors import UserError
+from megatron_adacc.megatron import strategies
+
+
+@dataclass
+class AdaccFlags:
+    """Adaptive activation memory (megatron-adacc)."""
+
+    adacc_plan: str = field(default="off", metadata={"argparse_meta": {"metavar": "PLAN"}})
+    """What becomes of the activations that backward needs: off (Megatron as it is), full (every layer is
+    recomputed) or selective (the core attention is recomputed)."""
+
+    adacc_device: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "choices": list(DEVICES)}})
+    """Where to train: cpu or cuda. Default: cuda where a GPU answers, else cpu."""
+
+    adacc_report: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "FILE"}})
+    """Write losses, step times and activation memory of every iteration to FILE, as JSON."""
+
+
+def add_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Add the group to one of Megatron's parsers."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    ArgumentGroupFactory(AdaccFlags).build_group(parser, "adacc")
+    return parser
+
+
+def complete(args: Namespace, given: list[str]) -> None:
+    """Check the flags of `given` (the command line) and write what the plan means into Megatron's namespace.
+
+    Only builtins are written: a checkpoint pickles the namespace, and must load without us. Raises
+    UserError for an unknown plan and for combinations that cannot work.
+    """
+    if not hasattr(args, "adacc_plan"):
+        # --yaml-cfg makes a namespace of its own, without any flag of the command line.
+        if any(token.startswith(("--adacc-plan", "--adacc-report")) for token in given):
+            raise UserError(
+                "--adacc-plan and --adacc-report do not reach a run that is configured by --yaml-cfg: give Megatron's "
+                "settings as flags instead."
+            )
+        for flag in fields(AdaccFlags):
+            setattr(args, flag.name, flag.default)
+    strategies.get(args.adacc_plan).apply(args)

@@ -1,0 +1,168 @@
+"""Start a Megatron script with our flags: choose the device, bridge the CPU, apply the patches.
+
+`prepare()` runs before the script imports Megatron, because Megatron imports names of `torch.cuda` by
+value. `user_errors()` surrounds what runs afterwards.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+from megatron_adacc import devices
+from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.console import rank, say
+
+
+@contextlib.contextmanager
+def user_errors(program: str) -> Iterator[None]:
+    """Turn a user's mistake into one sentence and exit code 2, and Ctrl-C into exit code 130."""
+    try:
+        yield
+    except UserError as error:
+        _leave(program, f"error: {error}", 2)
+    except KeyboardInterrupt:
+        _leave(program, "interrupted", 130)
+
+
+def _leave(program: str, message: str, code: int) -> None:
+    """Say it once a job, where all ranks find the same mistake, and end this process with `code`."""
+    import torch
+
+    if rank() == 0 or torch.distributed.is_initialized():
+        sys.stderr.write(f"{program}: {message}\n")
+        sys.stderr.flush()
+    sys.stdout.flush()
+    # A peer may wait for this rank in a collective; the launcher ends it when this process is gone, which
+    # an orderly shutdown of the process group (a collective itself) would prevent.
+    os._exit(code)
+
+
+def _requested_device(arguments: Sequence[str]) -> str | None:
+    """--adacc-device, read ahead of Megatron's parser, which cannot be imported yet."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--adacc-device")
+    try:
+        return parser.parse_known_args(list(arguments))[0].adacc_device
+    except argparse.ArgumentError as error:
+        raise UserError(f"--adacc-device needs a value: {', '.join(devices.DEVICES)} ({error}).") from None
+
+
+def _single_process() -> None:
+    """Without a launcher, be the only rank of a job of one (python pretrain_gpt.py ...)."""
+    if "RANK" in os.environ:
+        return
+    port = os.environ.get("MASTER_PORT")
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", int(port) if port else 0))
+        except ValueError:
+            raise UserError(f"MASTER_PORT is {port!r}, which is not a port number.") from None
+        except OSError:
+            raise UserError(f"MASTER_PORT {port} is in use: choose another, or leave it unset.") from None
+        free = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(free))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+
+
+class _OneGenerator(logging.Filter):
+    """Drops Megatron's warning that the host's generator moved while the device's was forked.
+
+    On the CPU the two are one generator (devices/cpu.py), so it moves whenever dropout draws.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _quiet_missing_libraries() -> None:
+    """Megatron warns a dozen times at import that apex and Transformer Engine are missing; `adacc doctor` says it."""
+    for message in (".*Apex.*not installed.*", "Apex is not installed.*", ".*transformer-engine.*"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def _no_compiler() -> bool:
+    """Whether torch.compile has no C++ compiler for the CPU."""
+    return not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "c++"))
+
+
+def _say_cpu(changed: list[str]) -> None:
+    cuts = f"; for that Megatron runs with {' '.join(changed)}" if changed else ""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        cuts += "; its fused functions run unfused, since no C++ compiler was found"
+    say(f"training on the CPU (gloo){cuts}")
+
+
+def prepare(program: str, arguments: Sequence[str] | None = None) -> str:
+    """Make this process ready to import Megatron and run a training script; returns 'cpu' or 'cuda'.
+
+    A user's mistake ends the process with a sentence.
+    """
+    with user_errors(program):
+        return _prepare(list(sys.argv[1:] if arguments is None else arguments))
+    raise AssertionError("unreachable: user_errors() ends the process")
+
+
+def _prepare(arguments: list[str]) -> str:
+    # torchrun stops its ranks with SIGTERM; the default action ends them at once, without a traceback.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    device = devices.choose(_requested_device(arguments))
+    _single_process()
+    _quiet_missing_libraries()
+    if device == "cpu":
+        if _no_compiler():
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        from megatron_adacc.devices import cpu
+
+        cpu.install()
+        logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_OneGenerator())
+    _apply_patches(device, arguments)
+    return device
+
+
+def _apply_patches(device: str, arguments: list[str]) -> None:
+    from megatron_adacc.megatron import checks, cpu_flags, flags
+    from megatron_adacc.patches import (
+        core_datasets_utils,
+        core_transformer_torch_norm,
+        patching,
+        training_argument_utils,
+        training_arguments,
+        training_initialize,
+        training_training,
+    )
+
+    def adjust(args: Namespace) -> None:
+        flags.complete(args, arguments)
+        if device == "cpu":
+            switched_off.update(dict.fromkeys(cpu_flags.adjust(args)))
+
+    # Megatron parses its command line several times a run, and validates it once.
+    switched_off: dict[str, None] = {}
+
+    def check(args: Namespace) -> None:
+        if device == "cpu":
+            _say_cpu(list(switched_off))
+        checks.check_arguments(args)
+        if args.adacc_plan != "off" or args.adacc_report is not None:
+            from megatron_adacc.megatron.observe import Observer
+
+            patching.apply(training_training.patches(Observer(args).around_step))
+
+    patching.apply(
+        [
+            *training_arguments.patches(flags.add_flags, adjust),
+            *training_argument_utils.patches(check),
+            *core_datasets_utils.patches(),
+            *core_transformer_torch_norm.patches(),
+            *(training_initialize.patches() if device == "cpu" else ()),
+        ]
+    )

@@ -1,0 +1,165 @@
+"""Activation memory and step time of a Megatron run, measured the same way for every strategy.
+
+An `Observer` surrounds each training step. It reads and changes nothing: after each forward it counts the
+bytes that the autograd graph holds (runtime/held.py), and over the step the peak (runtime/peak.py). At
+Megatron's log interval the figures of all ranks are gathered; the last rank, which has the loss and
+Megatron's writers, prints one line, writes adacc/... scalars and keeps a row for --adacc-report.
+"""
+
+import atexit
+import functools
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from megatron_adacc.atomic import write_text
+from megatron_adacc.megatron.report import Report, Row
+from megatron_adacc.patches.training_training import Step
+from megatron_adacc.runtime.held import HeldBytes, HeldMeter
+from megatron_adacc.runtime.peak import PeakMeter
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """One rank's bytes of one step."""
+
+    held_bytes: int
+    peak_bytes: int
+    peak_rss_bytes: int
+
+
+class Observer:
+    """Measures the steps of one run on this rank."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._held: HeldMeter | None = None
+        self._peak: PeakMeter | None = None
+        self._forward: HeldBytes | None = None
+        self._held_bytes = 0
+        self._step_ms: list[float] = []
+        self._figures: list[_Figures] = []
+        self._layers: list[dict[str, int]] | None = None
+        self._report = Report.start(args)
+        self._written_at = 0.0
+        atexit.register(self._write)
+
+    def around_step(self, step: Step, forward_step: Callable, model: list, iteration: int) -> tuple:
+        """Run one step with its forwards measured; logs at the log interval. `iteration` counts from 1."""
+        held, peak = self._meters(model)
+        self._held_bytes = 0
+
+        @functools.wraps(forward_step)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            result = forward_step(*args, **kwargs)
+            if isinstance(result[0], torch.Tensor) and result[0].grad_fn is not None:
+                self._forward = held.measure(result[0])
+                self._held_bytes = max(self._held_bytes, self._forward.total_bytes)
+            return result
+
+        peak.start_step()
+        start = time.perf_counter()
+        try:
+            result = step(measured)
+        finally:
+            milliseconds = (time.perf_counter() - start) * 1e3
+            figures = peak.end_step()
+        self._step_ms.append(milliseconds)
+        self._figures.append(_Figures(self._held_bytes, figures.peak_bytes or 0, figures.rss_peak_bytes))
+        last = iteration >= (self._args.train_iters or 0)
+        if iteration % self._args.log_interval == 0 or last:
+            self._log(iteration, result[0], last)
+        return result
+
+    def _meters(self, model: list) -> tuple[HeldMeter, PeakMeter]:
+        """The meters, made at the first step: then the model, its data-parallel wrapper and optimizer exist."""
+        if self._held is None or self._peak is None:
+            from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+            layers: dict[str, torch.nn.Module] = {}
+            for chunk in model:
+                for module in chunk.modules():
+                    if isinstance(module, BaseTransformerLayer):
+                        layers[f"layer.{module.layer_number}"] = module
+            self._held = HeldMeter(layers, torch.nn.ModuleList(model))
+            self._peak = PeakMeter(self._device())
+        return self._held, self._peak
+
+    @staticmethod
+    def _device() -> torch.device:
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def _log(self, iteration: int, losses: dict[str, torch.Tensor], last: bool) -> None:
+        """Gather the largest figures since the last log from all ranks; the last rank writes them down."""
+        mine = _Figures(
+            held_bytes=max(figure.held_bytes for figure in self._figures),
+            peak_bytes=max(figure.peak_bytes for figure in self._figures),
+            peak_rss_bytes=max(figure.peak_rss_bytes for figure in self._figures),
+        )
+        milliseconds = statistics.median(self._step_ms)
+        self._figures.clear()
+        self._step_ms.clear()
+        ranks = self._gather(mine)
+        if self._layers is None:
+            self._layers = [{} for _ in ranks]
+            own = dict(self._forward.layer_bytes) if self._forward is not None else {}
+            torch.distributed.all_gather_object(self._layers, own)
+        if torch.distributed.get_rank() != len(ranks) - 1:
+            return
+        row = Row(
+            iteration=iteration,
+            lm_loss=float(losses["lm loss"]) if "lm loss" in losses else None,
+            step_ms=milliseconds,
+            held_bytes=max(figure.held_bytes for figure in ranks),
+            peak_bytes=max(figure.peak_bytes for figure in ranks),
+            peak_rss_bytes=max(figure.peak_rss_bytes for figure in ranks),
+        )
+        self._report.rows.append(row)
+        self._report.ranks = [{"rank": rank, **asdict(figure)} for rank, figure in enumerate(ranks)]
+        for layers in self._layers:
+            self._report.layer_held_bytes.update(layers)
+        self._say(row)
+        if last or time.monotonic() - self._written_at > 10:
+            self._write()
+
+    def _gather(self, mine: _Figures) -> list[_Figures]:
+        values = torch.tensor(list(asdict(mine).values()), dtype=torch.int64, device=self._device())
+        everyone = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(everyone, values)
+        return [_Figures(*(int(value) for value in rank.tolist())) for rank in everyone]
+
+    def _say(self, row: Row) -> None:
+        """One line on the console and one scalar a figure, as Megatron logs its own."""
+        from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
+
+        print_rank_last(
+            f" adacc iteration {row.iteration:8d} | plan: {self._args.adacc_plan} | held for backward (MiB): "
+            f"{row.held_bytes / _MIB:.1f} | step peak (MiB): {row.peak_bytes / _MIB:.1f} | "
+            f"peak RSS (MiB): {row.peak_rss_bytes / _MIB:.1f} | step (ms): {row.step_ms:.1f} |"
+        )
+        scalars = {
+            "adacc/held-bytes": row.held_bytes,
+            "adacc/peak-bytes": row.peak_bytes,
+            "adacc/peak-rss-bytes": row.peak_rss_bytes,
+            "adacc/step-ms": row.step_ms,
+            **{f"adacc/held-bytes/{name}": size for name, size in self._report.layer_held_bytes.items()},
+        }
+        if (writer := get_tensorboard_writer()) is not None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, row.iteration)
+        if (wandb := get_wandb_writer()) is not None:
+            wandb.log(scalars, row.iteration)
+
+    def _write(self) -> None:
+        if self._args.adacc_report is not None and self._report.rows:
+            write_text(self._args.adacc_report, self._report.json())
+            self._written_at = time.monotonic()
