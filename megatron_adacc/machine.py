@@ -262,7 +262,7 @@ def _torch_facts(torch: Any) -> Torch:
             remarks.append(str(error))
     remarks.extend(str(warning.message) for warning in caught)
     remark = next((" ".join(text.split()) for text in remarks), "")
-    return Torch(torch.__version__, torch.version.cuda, available, architectures, backends, tuple(gpus), remark)
+    return Torch(str(torch.__version__), torch.version.cuda, available, architectures, backends, tuple(gpus), remark)
 
 
 def nvidia_driver_version(path: Path) -> str | None:
