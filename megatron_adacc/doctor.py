@@ -318,8 +318,8 @@ def _show(diagnosis: Diagnosis) -> None:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
-    except ImportError:
-        # What finds out that something is missing must work without the library that draws its table.
+    except Exception:
+        # What finds out that something is missing or broken must work when that is what draws its table.
         for row in diagnosis.rows:
             sys.stdout.write(f"{row.part}: {row.here}; {row.use}\n")
         for line in _conclusion(diagnosis):
@@ -364,6 +364,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, judge and report; 0 if pretrain_gpt.py can run here, else 1."""
+    if sys.stderr.isatty():
+        sys.stderr.write("adacc doctor: importing what training imports, which takes some seconds\n")
     machine = inspect_machine()
     diagnosis = diagnose(machine)
     if args.json == "-":

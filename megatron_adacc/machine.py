@@ -233,7 +233,7 @@ def _inspect_torch() -> tuple[Package, Torch | None]:
         facts = _torch_facts(torch)
     except Exception as error:  # a broken installation can raise anything: OSError, AttributeError, ...
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Package("torch", State.BROKEN, version, reason), None
+        return Package("torch", State.BROKEN, version, reason=reason), None
     return Package("torch", State.WORKS, facts.version, location=str(Path(torch.__file__).parent)), facts
 
 
