@@ -18,6 +18,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
 }
 
+# Commands whose arguments are somebody else's flags: all that follows the name is handed on unread.
+HANDS_ON = {"run"}
+
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser with all command names; only `command`'s own arguments are filled in."""
@@ -35,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; a `UserError` becomes one sentence on stderr and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if argument in COMMANDS), None)
-    args = build_parser(command).parse_args(arguments)
+    if arguments and arguments[0] in HANDS_ON and arguments[1:2] not in ([], ["-h"], ["--help"]):
+        args = argparse.Namespace(command=arguments[0], arguments=arguments[1:])
+    else:
+        args = build_parser(command).parse_args(arguments)
     try:
         return int(importlib.import_module(COMMANDS[args.command][0]).run(args))
     except UserError as error:

@@ -7,7 +7,9 @@ flags are added to the parser, and what they mean is written into the namespace 
 import functools
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from typing import NoReturn
 
+from megatron_adacc.errors import UserError
 from megatron_adacc.patches.patching import Patch
 
 
@@ -15,12 +17,17 @@ def patches(add_flags: Callable[[ArgumentParser], ArgumentParser], adjust: Calla
     """`add_flags(parser)` adds arguments; `adjust(args)` may change the namespace before upstream validates it."""
 
     def make(original: Callable) -> Callable:
+        def refuse(message: str) -> NoReturn:
+            raise UserError(f"{message} (--help lists all flags).")
+
         @functools.wraps(original)
         def parse_args(
             extra_args_provider: Callable[[ArgumentParser], ArgumentParser] | None = None,
             ignore_unknown_args: bool = False,
         ) -> Namespace:
             def provider(parser: ArgumentParser) -> ArgumentParser:
+                # argparse would print the usage of some 700 flags, on every rank, before it says what is wrong.
+                parser.error = refuse  # type: ignore[method-assign]
                 return add_flags(extra_args_provider(parser) if extra_args_provider is not None else parser)
 
             args = original(provider, ignore_unknown_args)

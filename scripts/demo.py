@@ -1,0 +1,131 @@
+"""Train a small GPT on real text with each strategy, from the same seed, and compare. Called by demo.sh."""
+
+import argparse
+import collections
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megatron_adacc.atomic import write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+PLANS = ("off", "selective", "full")
+MIB = 2**20
+ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ .*lm loss: ([0-9.E+-]+)")
+
+
+def flags(config: Path) -> list[str]:
+    """The command-line flags that a YAML of Megatron's settings stands for."""
+    settings = yaml.safe_load(config.read_text())
+    return [token for name, value in settings.items() for token in (f"--{name}", str(value))]
+
+
+def command(plan: str, iterations: int, data: Path, report: Path) -> list[str]:
+    """The training command: what a user would type, with one plan."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+        str(ROOT / "pretrain_gpt.py"),
+        *flags(ROOT / "configs" / "gpt_demo.yaml"),
+        *("--train-iters", str(iterations), "--lr-decay-iters", str(max(iterations, 10))),
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(data / "tokenizer")),
+        *("--data-path", str(data / "text_document"), "--split", "95,5,0"),
+        *("--log-interval", "1", "--eval-iters", "0", "--num-workers", "0"),
+        *("--adacc-plan", plan, "--adacc-report", str(report)),
+    ]
+
+
+def lines(process: subprocess.Popen[str], log: Path) -> Iterator[str]:
+    """The lines of a running job, each copied to its log file."""
+    assert process.stdout is not None
+    with log.open("w") as copy:
+        for line in process.stdout:
+            copy.write(line)
+            yield line
+
+
+def train(plan: str, iterations: int, data: Path, out: Path, console: Console) -> dict:
+    """Run one plan to the end; returns the report's summary. Exits with the job's code if it fails."""
+    report, log = out / f"{plan}.json", out / f"{plan}.log"
+    report.unlink(missing_ok=True)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    process = subprocess.Popen(
+        command(plan, iterations, data, report),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    tail: collections.deque[str] = collections.deque(maxlen=20)
+    try:
+        with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
+            task = progress.add_task(plan, total=iterations, loss="starting")
+            for line in lines(process, log):
+                tail.append(line)
+                if found := ITERATION.search(line):
+                    progress.update(task, completed=int(found[1]), loss=f"lm loss {float(found[2]):.3f}")
+        code = process.wait()
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        console.print("demo: interrupted")
+        sys.exit(130)
+    if code != 0:
+        console.print("".join(tail), markup=False, highlight=False)
+        console.print(f"demo: the run with --adacc-plan {plan} failed with exit code {code}; its log is {log}.")
+        sys.exit(code)
+    return json.loads(report.read_text())["summary"]
+
+
+def table(rows: list[dict]) -> Table:
+    """The comparison, with time and memory as ratios to the first row."""
+    result = Table(title="GPT of 10 M parameters, one micro-batch of 4 x 256 tokens; ratios to off")
+    for name in ("plan", "step ms", "", "held MiB", "", "peak MiB", "", "lm loss at the end"):
+        result.add_column(name, justify="left" if name == "plan" else "right")
+    first = rows[0]
+    for row in rows:
+        cells = [row["strategy"]]
+        for key, scale in (("step_ms_median", 1.0), ("held_bytes", MIB), ("peak_bytes", MIB)):
+            cells += [f"{row[key] / scale:.1f}", f"{row[key] / first[key]:.2f} x"]
+        result.add_row(*cells, f"{row['final_lm_loss']:.6f}")
+    return result
+
+
+def main() -> int:
+    """Prepare the data, run every plan, print the table, write the summary."""
+    parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__)
+    parser.add_argument("--iterations", type=int, default=30, metavar="N", help="iterations for each plan")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", metavar="DIR", help="where to write")
+    args = parser.parse_args()
+    if args.iterations < 1:
+        parser.error(f"--iterations is {args.iterations}, but at least 1 is needed")
+    console, started = Console(), time.monotonic()
+    args.output.mkdir(parents=True, exist_ok=True)
+    data = args.output / "data"
+    prepared = subprocess.run([sys.executable, "-m", "megatron_adacc.cli", "prepare-data", "--output", str(data)])
+    if prepared.returncode != 0:
+        return prepared.returncode
+    rows = [train(plan, args.iterations, data, args.output, console) for plan in PLANS]
+    write_text(args.output / "summary.json", json.dumps(rows, indent=1) + "\n")
+    console.print(table(rows))
+    console.print(
+        f"held: kept for the backward pass after one forward; peak: largest in a step. "
+        f"{time.monotonic() - started:.0f} s in all; {args.output / 'summary.json'}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
