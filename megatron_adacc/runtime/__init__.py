@@ -1,1 +1,1 @@
-"""What runs during training: accounting of activation memory."""
+"""What runs during training: the stash behind saved-tensor hooks, and accounting of activation memory."""

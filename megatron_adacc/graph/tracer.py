@@ -1,0 +1,428 @@
+"""Trace one forward of a layer into a :class:`LayerGraph`.
+
+    with Tracer(layer, args, kwargs) as tracer:        # a dispatch mode: sees every aten op
+        with saved_tensors_hooks(tracer.pack, ...):    # told of every tensor that autograd saves
+            output = layer(*args, **kwargs)
+    traced = tracer.finish(output)
+
+The tracer changes nothing about the forward that it watches: the call is the training's own call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_adacc.graph import schema
+from megatron_adacc.graph.external import External
+from megatron_adacc.graph.model import (
+    Argument,
+    Buffer,
+    InputSpec,
+    LayerGraph,
+    Op,
+    Origin,
+    Pack,
+    Tagged,
+    View,
+)
+from megatron_adacc.graph.roles import with_roles
+from megatron_adacc.graph.storages import (
+    Named,
+    Region,
+    Storages,
+    call_tensors,
+    dtype_name,
+    flatten_tensors,
+    has_plain_storage,
+    named_tensors,
+)
+from megatron_adacc.graph.submodules import ModulePaths
+
+LITERAL_ELEMENTS = 64  # a tensor of more numbers than this is not stored in the graph by value
+EMPTY_NAMES = frozenset(name.split("::")[1] for name in schema.EMPTY_OPS)
+CALL_PREFIX = "call "  # target of an opaque submodule: "call mlp.norm"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph with what belongs to this process and cannot be written to a file.
+
+    ``objects`` are the live process groups and the like that ops were given; ``externals`` are tensors that
+    no visible op wrote, by buffer; ``host_values`` is what the program read from tensors into Python."""
+
+    graph: LayerGraph
+    objects: tuple[Any, ...]
+    externals: dict[int, External] = field(default_factory=dict)
+    host_values: tuple[object, ...] = ()
+    device: torch.device | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A submodule's call under way: where ops and buffers stood at its entry, and its arguments."""
+
+    first_op: int
+    first_buffer: int
+    args: tuple[Argument, ...]
+    kwargs: tuple[tuple[str, Argument], ...]
+    host_reader: str | None
+
+
+class Tracer(TorchDispatchMode):
+    """Records one call. ``pack`` is to be called with each tensor that autograd saves."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self._module = module
+        self._storages = Storages()
+        self._ops: list[Op] = []
+        self._buffers: list[Buffer] = []
+        self._packs: list[Pack] = []
+        self._objects: list[Any] = []
+        self._externals: dict[int, External] = {}
+        self._host_values: list[object] = []
+        self._host_reader: str | None = None
+        self._sites: Counter[tuple[str, str]] = Counter()
+        self._paths = ModulePaths(module, self._submodule_called, self._submodule_returned)
+        self._device: torch.device | None = None
+        for named in named_tensors(module):
+            self._storages.name(named)
+        self._inputs = call_tensors(args, kwargs)
+        for name, tensor in self._inputs:
+            if has_plain_storage(tensor):
+                self._device = self._device or tensor.device
+                self._storages.name(Named(Origin.INPUT, name, tensor))
+        self._input_specs = tuple(self._input_spec(name, t) for name, t in self._inputs)
+
+    def __enter__(self) -> Tracer:
+        self._paths.install()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._paths.remove()
+
+    # ---- what is seen ----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            result = func(*args, **kwargs)
+            self._record_unknown(str(func), result)
+            return result
+        name = schema.op_name(func)
+        site = self._site(name)
+        if name == "aten::lift_fresh":
+            self._literal(args[0])
+        encoded_args = tuple(self._encode(a) for a in args)
+        encoded_kwargs = tuple((k, self._encode(v)) for k, v in kwargs.items())
+        barrier = self._barrier(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if schema.is_collective(func):
+            result = wait_for(func, result)
+        written = [
+            t
+            for a in schema.written_arguments(func, args, kwargs)
+            for _, t in flatten_tensors(a, "")
+            if has_plain_storage(t)
+        ]
+        self._record(func, site, encoded_args, encoded_kwargs, barrier, written, result)
+        if name in schema.HOST_READS:
+            self._host_values.append(result if not isinstance(result, (Tensor, tuple, list)) else None)
+            self._host_reader = self._host_reader or site
+        return result
+
+    def pack(self, tensor: Tensor) -> int:
+        """Note that autograd saved this tensor; returns its place in the order of saves."""
+        index = len(self._packs)
+        self._packs.append(Pack(index, self._view_or_opaque(tensor)))
+        return index
+
+    def finish(self, output: Any) -> Traced:
+        """The graph of the call that returned ``output``."""
+        outputs = tuple(self._view(t) for _, t in flatten_tensors(output, "") if has_plain_storage(t))
+        graph = LayerGraph(
+            module=type(self._module).__name__,
+            inputs=self._input_specs,
+            ops=tuple(self._ops),
+            buffers=tuple(self._buffers),
+            packs=tuple(self._packs),
+            outputs=outputs,
+        )
+        return Traced(
+            with_roles(graph), tuple(self._objects), dict(self._externals), tuple(self._host_values), self._device
+        )
+
+    # ---- buffers ---------------------------------------------------------------------------------------
+
+    def _site(self, name: str) -> str:
+        leaf = name.split("::", 1)[-1]
+        path = self._paths.current
+        count = self._sites[path, leaf]
+        self._sites[path, leaf] += 1
+        return f"{path}/{leaf}" + (f"#{count}" if count else "")
+
+    def _input_spec(self, name: str, tensor: Tensor) -> InputSpec:
+        buffer = self._view_or_opaque(tensor).buffer
+        return InputSpec(name, buffer, tuple(tensor.size()), dtype_name(tensor.dtype), tensor.requires_grad)
+
+    def _region(self, tensor: Tensor) -> Region:
+        """The region of a tensor that some op reads or writes; one not seen before gets its first buffer."""
+        region = self._storages.region(tensor)
+        if region is not None:
+            return region
+        named = self._storages.named(tensor)
+        region = self._storages.add(tensor, len(self._buffers), named)
+        if named is not None:
+            base = self._storages.view(named.tensor, region)
+            nbytes = tensor.untyped_storage().nbytes() if named.origin == Origin.INPUT else base.nbytes
+            site = f"{named.origin}:{named.name}"
+            self._new_buffer(region, base, site, named.origin, name=named.name, nbytes=nbytes)
+        else:
+            base = self._storages.view(tensor, region)
+            site = f"{self._paths.current}/unseen#{self._sites[self._paths.current, 'unseen']}"
+            self._sites[self._paths.current, "unseen"] += 1
+            self._externals[len(self._buffers)] = External(tensor)
+            self._new_buffer(
+                region, base, site, Origin.OPAQUE, nbytes=tensor.untyped_storage().nbytes(),
+                note="no visible op wrote it",
+            )  # fmt: skip
+        return region
+
+    def _new_buffer(self, region: Region, base: View, site: str, origin: Origin, **fields: Any) -> int:
+        index = len(self._buffers)
+        region.state = index
+        base = replace(base, buffer=index)
+        fields.setdefault("name", "")
+        self._buffers.append(Buffer(index, region.storage, site, origin, base=base, **fields))
+        return index
+
+    def _view(self, tensor: Tensor) -> View:
+        return self._storages.view(tensor, self._region(tensor))
+
+    def _view_or_opaque(self, tensor: Tensor) -> View:
+        if has_plain_storage(tensor):
+            return self._view(tensor)
+        index = len(self._buffers)
+        numel = tensor.numel()
+        size, dtype = tuple(tensor.size()), dtype_name(tensor.dtype)
+        view = View(index, size, (), 0, dtype)
+        note = "not a plain strided tensor"
+        site = f"{self._paths.current}/special#{index}"
+        nbytes = numel * tensor.element_size()
+        self._buffers.append(Buffer(index, -1 - index, site, Origin.OPAQUE, "", nbytes, view, note=note))
+        return view
+
+    def _literal(self, tensor: Tensor) -> None:
+        """A tensor made from numbers in the program: small ones enter the graph by value."""
+        if not has_plain_storage(tensor) or tensor.numel() > LITERAL_ELEMENTS:
+            return
+        if self._storages.region(tensor) is not None or self._storages.named(tensor) is not None:
+            return
+        with torch._C._DisableTorchDispatch():
+            value = tuple(tensor.detach().flatten().tolist())
+        if any(isinstance(v, complex) for v in value):
+            return
+        region = self._storages.add(tensor, len(self._buffers), None)
+        base = self._storages.view(tensor, region)
+        site = f"{self._paths.current}/literal#{self._sites[self._paths.current, 'literal']}"
+        self._sites[self._paths.current, "literal"] += 1
+        nbytes = tensor.untyped_storage().nbytes()
+        self._new_buffer(region, base, site, Origin.LITERAL, nbytes=nbytes, value=value, note=tensor.device.type)
+
+    # ---- ops -------------------------------------------------------------------------------------------
+
+    def _barrier(self, func: Any, args: Any, kwargs: Any) -> str | None:
+        name = schema.op_name(func)
+        if name == "aten::native_dropout" and not args[2]:
+            return None
+        if schema.draws_random(func, args, kwargs):
+            return "draws random numbers"
+        if name in schema.NOT_REPEATABLE:
+            return "pairs with a call on another rank"
+        if name in schema.UNDECLARED_WRITES:
+            return "updates running statistics"
+        if name in ("aten::set_", "aten::resize_"):
+            return "changes a storage"
+        if any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values())):
+            return "draws random numbers"
+        if self._host_reader is not None:
+            return f"follows a value read by the host at {self._host_reader}"
+        for _, tensor in (*flatten_tensors(args, ""), *flatten_tensors(kwargs, "")):
+            if not has_plain_storage(tensor):
+                return "takes a tensor that is not plain"
+        return None
+
+    def _encode(self, value: Any) -> Argument:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, Tensor):
+            return self._view(value) if has_plain_storage(value) else self._object(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._encode(v) for v in value)
+        if isinstance(value, torch.dtype):
+            return Tagged("dtype", dtype_name(value))
+        if isinstance(value, torch.device):
+            same = self._device is not None and value == self._device
+            return Tagged("device", value.type if same or value.index is None else str(value))
+        if isinstance(value, torch.layout):
+            return Tagged("layout", str(value).removeprefix("torch."))
+        if isinstance(value, torch.memory_format):
+            return Tagged("memory_format", str(value).removeprefix("torch."))
+        if isinstance(value, complex):
+            return Tagged("complex", repr(value))
+        return self._object(value)
+
+    def _object(self, value: Any) -> Tagged:
+        self._objects.append(value)
+        return Tagged("object", len(self._objects) - 1, type(value).__name__)
+
+    def _record(
+        self, func: Any, site: str, args: Any, kwargs: Any, barrier: str | None, written: list[Tensor],
+        result: Any,
+    ) -> None:  # fmt: skip
+        """Add the op, unless it wrote nothing: a view, or a question about a tensor."""
+        index = len(self._ops)
+        mutates, overwrites = self._record_writes(func, site, index, written)
+        outputs: list[int | None] = []
+        for i, (_, tensor) in enumerate(flatten_tensors(result, "")):
+            if not has_plain_storage(tensor) or self._known(tensor):
+                outputs.append(None)
+            else:
+                region = self._storages.add(tensor, len(self._buffers), None)
+                nbytes = tensor.untyped_storage().nbytes()
+                base = self._storages.view(tensor, region)
+                outputs.append(self._new_buffer(region, base, f"{site}.{i}", Origin.OP, nbytes=nbytes, writer=index))
+        if not mutates and all(o is None for o in outputs):
+            return
+        op = Op(
+            index, schema.overload_name(func), self._paths.current, args, kwargs, tuple(outputs),
+            mutates, overwrites, schema.is_collective(func), barrier,
+        )  # fmt: skip
+        if schema.op_name(func) == "aten::native_dropout" and barrier == "draws random numbers":
+            self._record_dropout(op)
+        else:
+            self._ops.append(op)
+
+    def _known(self, tensor: Tensor) -> bool:
+        return self._storages.region(tensor) is not None or self._storages.named(tensor) is not None
+
+    def _record_writes(
+        self, func: Any, site: str, index: int, written: list[Tensor]
+    ) -> tuple[tuple[tuple[View, int], ...], tuple[int, ...]]:
+        mutates: list[tuple[View, int]] = []
+        overwrites: list[int] = []
+        for i, tensor in enumerate(written):
+            region = self._region(tensor)
+            before = self._storages.view(tensor, region)
+            old = self._buffers[region.state]
+            after = self._new_buffer(
+                region, old.base, f"{site}.{i}", Origin.OP, nbytes=old.nbytes, writer=index, previous=old.index
+            )
+            mutates.append((before, after))
+            if schema.overwrites_all(func) and replace(before, buffer=after) == self._buffers[after].base:
+                overwrites.append(after)
+        return tuple(mutates), tuple(overwrites)
+
+    def _record_dropout(self, op: Op) -> None:
+        """Split fused dropout in two: the mask is random, the result follows from input and mask. The second
+        half is autograd's own formula for the gradient; replay proves that it gives the same bits."""
+        output, mask = op.outputs
+        source, probability, _ = op.args
+        assert output is not None
+        assert mask is not None
+        self._ops.append(replace(op, outputs=(None, mask)))
+        scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
+        args = (source, self._buffers[mask].base, scale)
+        index = len(self._ops)
+        self._ops.append(Op(index, "aten.native_dropout_backward.default", op.module, args, (), (output,)))
+        self._buffers[output] = replace(self._buffers[output], writer=index)
+
+    def _record_unknown(self, name: str, result: Any) -> None:
+        """A call that is no aten op, such as a higher-order op: what it returns is opaque."""
+        for _, tensor in flatten_tensors(result, ""):
+            if has_plain_storage(tensor):
+                self._view(tensor)
+                state = self._storages.region(tensor)
+                if state is not None and self._buffers[state.state].origin == Origin.OPAQUE:
+                    self._externals.pop(state.state, None)
+                    self._buffers[state.state] = replace(self._buffers[state.state], note=f"written by {name}")
+
+    # ---- submodules whose inside is invisible -------------------------------------------------------------
+
+    def _submodule_called(self, args: Any, kwargs: Any) -> Call:
+        return Call(
+            len(self._ops),
+            len(self._buffers),
+            tuple(self._encode(a) for a in args),
+            tuple((k, self._encode(v)) for k, v in kwargs.items()),
+            self._host_reader,
+        )
+
+    def _submodule_returned(self, path: str, submodule: nn.Module, call: Call, output: Any) -> None:
+        """Where the submodule's result was written by nothing visible (a fused CUDA extension), its call
+        becomes one op, and what it hides inside becomes opaque."""
+        tensors = [t for _, t in flatten_tensors(output, "")]
+        if not all(has_plain_storage(t) for t in tensors):
+            return
+        inside = self._ops[call.first_op :]
+        if not any(self._unwritten(t, call.first_buffer) for t in tensors):
+            return
+        if any(op.barrier or op.collective for op in inside) or self._host_reader != call.host_reader:
+            return
+        if any(before.buffer < call.first_buffer for op in inside for before, _ in op.mutates):
+            return
+        states = [self._view(t).buffer for t in tensors]
+        del self._ops[call.first_op :]
+        for index in range(call.first_buffer, len(self._buffers)):
+            buffer = self._buffers[index]
+            if buffer.writer is not None:
+                note = f"written inside {path}, whose inside is not visible"
+                self._buffers[index] = replace(buffer, origin=Origin.OPAQUE, writer=None, previous=None, note=note)
+        outputs: list[int | None] = []
+        for i, state in enumerate(states):
+            if state < call.first_buffer or state in outputs:
+                outputs.append(None)
+                continue
+            outputs.append(state)
+            self._externals.pop(state, None)
+            self._buffers[state] = replace(
+                self._buffers[state],
+                origin=Origin.OP, writer=call.first_op, site=f"{path}/call.{i}", note="",
+            )  # fmt: skip
+        parameters = tuple(self._view(named.tensor).buffer for named in named_tensors(submodule))
+        self._ops.append(
+            Op(
+                call.first_op, CALL_PREFIX + path, path, call.args, call.kwargs, tuple(outputs),
+                uses=parameters,
+            )
+        )  # fmt: skip
+
+    def _unwritten(self, tensor: Tensor, first_buffer: int) -> bool:
+        if self._storages.region(tensor) is None:
+            return self._storages.named(tensor) is None
+        buffer = self._buffers[self._view(tensor).buffer]
+        if buffer.index < first_buffer:
+            return False
+        if buffer.writer is not None:
+            return self._ops[buffer.writer].target.split(".")[1] in EMPTY_NAMES
+        return buffer.index in self._externals
+
+
+def wait_for(func: Any, result: Any) -> Any:
+    """Let a collective's result be complete before anything reads it."""
+    if schema.op_name(func).startswith("c10d::"):
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, torch.ScriptObject) and hasattr(item, "wait"):
+                item.wait()
+        return result
+    if schema.op_name(func) != f"{schema.FUNCTIONAL_COLLECTIVES}::wait_tensor":
+        for _, tensor in flatten_tensors(result, ""):
+            torch.ops._c10d_functional.wait_tensor.default(tensor)
+    return result

@@ -1,0 +1,145 @@
+"""Proof of recipes: replay each and compare with the tensor that the forward saved, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron_adacc.graph.model import FLOAT_DTYPES, Buffer, LayerGraph, Origin, Role
+from megatron_adacc.graph.recipes import Availability, group_recipes
+from megatron_adacc.graph.replay import Context, Loader, Replayer, literal_tensor
+
+REPLAY_DIFFERS = "its replay does not give the saved bits"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a trace has shown about the saved buffers of its graph.
+
+    ``verified``: a replay gave their bits. ``refused``: why a buffer is not offered for recompute.
+    ``two_valued``: buffers with no recipe that hold at most two values, which one bit an element stores."""
+
+    verified: frozenset[int]
+    refused: Mapping[int, str] = field(default_factory=dict)
+    two_valued: frozenset[int] = frozenset()
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have equal dtype, size and bits: NaN equals itself, 0.0 differs from -0.0."""
+    if a.dtype != b.dtype or a.size() != b.size():
+        return False
+    if a.numel() == 0:
+        return True
+    a, b = a.reshape(-1), b.reshape(-1)
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def is_dense(buffer: Buffer) -> bool:
+    """Whether the buffer's base tensor covers its whole storage, each byte once."""
+    expected = 1
+    order = sorted(zip(buffer.base.stride, buffer.base.size, strict=True))
+    for stride, size in order:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return buffer.base.offset == 0 and buffer.base.nbytes == buffer.nbytes
+
+
+def holds_two_values(tensor: Tensor) -> bool:
+    """Whether each element has the bits of the smallest or of the largest."""
+    if tensor.numel() == 0:
+        return False
+    if tensor.dtype == torch.bool:
+        return True
+    low, high = tensor.amin(), tensor.amax()
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        return False
+    return bits_equal(torch.where(tensor == high, high, low), tensor)
+
+
+def candidates(graph: LayerGraph) -> tuple[tuple[int, ...], dict[int, str]]:
+    """Saved buffers that have a recipe when everything with a recipe is dropped, and why the others have
+    none. Earlier buffers first: what has no recipe is held and may serve the recipes of later ones."""
+    stored = {b for b in graph.saved if graph.buffers[b].writer is None}
+    dropped: list[int] = []
+    refused: dict[int, str] = {}
+    availability = Availability(graph, stored)
+    for index in sorted(set(graph.saved) - stored):
+        problem = availability.problem(index)
+        if problem is None:
+            dropped.append(index)
+        else:
+            refused[index] = problem
+            stored.add(index)
+            availability = Availability(graph, stored)
+    return tuple(dropped), refused
+
+
+def unverified(graph: LayerGraph) -> Evidence:
+    """Evidence of a trace whose tensors have no contents (fake tensors): recipes are taken on trust, dropout
+    masks are taken for two-valued."""
+    dropped, refused = candidates(graph)
+    masks = (b for b in refused if graph.role(b) == Role.DROPOUT_MASK and is_dense(graph.buffers[b]))
+    return Evidence(frozenset(dropped), refused, frozenset(masks))
+
+
+def verify(
+    graph: LayerGraph, saved: Mapping[int, Tensor], sources: Mapping[int, Tensor], context: Context,
+    module: nn.Module,
+) -> Evidence:  # fmt: skip
+    """Replay every recipe of the graph on the tensors of the forward that was traced.
+
+    ``saved`` holds, by buffer, the base tensors of saved activations, ``sources`` those of parameters, inputs
+    and constants. A buffer whose replay differs is refused, and later replays go on from its true bits."""
+    dropped, refused = candidates(graph)
+    stored = set(graph.saved) - set(dropped)
+    wrong: set[int] = set()
+    for group in group_recipes(graph, stored, dropped):
+        env = gather(graph, group.sources, saved, sources, context)
+        targets = set(group.targets)
+        for writes in Replayer(graph, group, context).stepwise(env, module):
+            for index in writes & targets:
+                if not _matches(graph, index, env[index], saved[index]):
+                    wrong.add(index)
+                    env[index] = saved[index].clone()
+    refused = {**refused, **dict.fromkeys(wrong, REPLAY_DIFFERS)}
+    two_valued = {b for b in refused if _may_be_mask(graph, b) and holds_two_values(saved[b])}
+    return Evidence(frozenset(dropped) - wrong, refused, frozenset(two_valued))
+
+
+def gather(
+    graph: LayerGraph, wanted: tuple[int, ...], saved: Mapping[int, Tensor], sources: Mapping[int, Tensor],
+    context: Context,
+) -> dict[int, Tensor]:  # fmt: skip
+    """Base tensors of source buffers, literals made anew."""
+    env = {}
+    for index in wanted:
+        buffer = graph.buffers[index]
+        if buffer.origin == Origin.LITERAL:
+            env[index] = literal_tensor(buffer)
+        else:
+            env[index] = saved[index] if index in saved else sources[index]
+    return env
+
+
+def _matches(graph: LayerGraph, index: int, rebuilt: Tensor, original: Tensor) -> bool:
+    buffer = graph.buffers[index]
+    for pack in graph.packs:
+        if pack.view.buffer == index:
+            loader = Loader.of(pack.view, buffer)
+            if not bits_equal(loader.of_tensor(rebuilt), loader.of_tensor(original)):
+                return False
+    return True
+
+
+def _may_be_mask(graph: LayerGraph, index: int) -> bool:
+    buffer = graph.buffers[index]
+    if not is_dense(buffer) or buffer.origin != Origin.OP:
+        return False
+    is_mask = graph.role(index) == Role.DROPOUT_MASK and buffer.base.dtype in FLOAT_DTYPES
+    return is_mask or buffer.base.dtype == "bool"

@@ -1,0 +1,177 @@
+"""Plans: for each saved buffer of each layer, what becomes of it. Pure data, JSON, no torch.
+
+A plan names buffers by site, so that it holds for every layer of a class, on every rank, in every process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_adacc.errors import UserError
+
+FORMAT = 1
+LOSSLESS_CODECS = frozenset({"bitmask"})
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Hold the tensor as autograd would."""
+
+    lossless = True
+
+    def __str__(self) -> str:
+        return "keep"
+
+    def to_data(self) -> dict[str, Any]:
+        return {"action": "keep"}
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Drop the tensor and rebuild it in backward by its recipe."""
+
+    lossless = True
+
+    def __str__(self) -> str:
+        return "recompute"
+
+    def to_data(self) -> dict[str, Any]:
+        return {"action": "recompute"}
+
+
+@dataclass(frozen=True)
+class Compress:
+    """Hold the tensor as ``codec`` packs it, made with ``options`` (name, value)."""
+
+    codec: str
+    options: tuple[tuple[str, bool | int | float | str], ...] = ()
+
+    @property
+    def lossless(self) -> bool:
+        return self.codec in LOSSLESS_CODECS
+
+    def __str__(self) -> str:
+        return f"compress({self.codec})"
+
+    def to_data(self) -> dict[str, Any]:
+        return {"action": "compress", "codec": self.codec, "options": dict(self.options)}
+
+
+Action = Keep | Recompute | Compress
+
+
+def action_from_data(data: Mapping[str, Any]) -> Action:
+    """The action of one entry of a plan file. Raises UserError for an unknown one."""
+    match data:
+        case {"action": "keep"}:
+            return Keep()
+        case {"action": "recompute"}:
+            return Recompute()
+        case {"action": "compress", "codec": str(codec)}:
+            return Compress(codec, tuple(sorted(data.get("options", {}).items())))
+    raise UserError(f"A plan's action must be keep, recompute or compress with a codec, not {dict(data)!r}.")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Actions for one layer class, or for one layer of it.
+
+    ``fingerprint`` is the graph's; ``layer`` the layer's place among those attached, None for all of the
+    class; ``actions`` give (site, action), a site not named is kept."""
+
+    fingerprint: str
+    actions: tuple[tuple[str, Action], ...]
+    layer: int | None = None
+
+    def action(self, site: str) -> Action:
+        return dict(self.actions).get(site, Keep())
+
+    @property
+    def lossless(self) -> bool:
+        return all(action.lossless for _, action in self.actions)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of the activations of a model's layers on one pipeline stage."""
+
+    layers: tuple[LayerPlan, ...]
+    name: str = "plan"
+    notes: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def lossless(self) -> bool:
+        return all(layer.lossless for layer in self.layers)
+
+    def find(self, fingerprint: str, sites: Iterable[str], layer: int) -> LayerPlan | None:
+        """The plan for the layer at place ``layer`` whose graph has this fingerprint.
+
+        A plan for that very layer comes before one for its class. For a graph of another shape (the last,
+        smaller batch) the plan of a class with the same sites serves. None when nothing fits."""
+        known = set(sites)
+        for exact in (True, False):
+            for place in (layer, None):
+                for candidate in self.layers:
+                    fits = (
+                        candidate.fingerprint == fingerprint
+                        if exact
+                        else {site for site, _ in candidate.actions} <= known
+                    )
+                    if fits and candidate.layer == place:
+                        return candidate
+        return None
+
+    def to_json(self) -> str:
+        layers = [
+            {
+                "fingerprint": layer.fingerprint,
+                "layer": layer.layer,
+                "actions": {site: action.to_data() for site, action in layer.actions},
+            }
+            for layer in self.layers
+        ]
+        content = {"format": FORMAT, "name": self.name, "notes": dict(self.notes), "layers": layers}
+        return json.dumps(content, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan of :meth:`to_json`. Raises UserError when the text is none."""
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"A plan file must hold JSON; this one does not: {error}.") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise UserError(f"A plan file must say format {FORMAT}; make the plan again with this version.")
+        layers = tuple(
+            LayerPlan(
+                layer["fingerprint"],
+                tuple((site, action_from_data(data)) for site, data in layer["actions"].items()),
+                layer["layer"],
+            )
+            for layer in content["layers"]
+        )
+        return Plan(layers, content["name"], tuple(content["notes"].items()))
+
+    def save(self, path: Path | str) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: Path | str) -> Plan:
+        """The plan in a file. Raises UserError when there is no such file or it holds no plan."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise UserError(f"The plan file {path} cannot be read: {error.strerror}.") from error
+        return Plan.from_json(text)
+
+    def __str__(self) -> str:
+        lines = [f"plan {self.name}: {len(self.layers)} layer plans, {'lossless' if self.lossless else 'lossy'}"]
+        for layer in self.layers:
+            where = "all layers" if layer.layer is None else f"layer {layer.layer}"
+            lines.append(f"  {layer.fingerprint} ({where})")
+            lines += [f"    {site}: {action}" for site, action in layer.actions]
+        return "\n".join(lines)

@@ -1,0 +1,164 @@
+"""attach(): put layers under a plan, and the handle that looks after them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakSet
+
+from torch import nn
+
+from megatron_adacc.errors import UserError
+from megatron_adacc.graph.model import LayerGraph
+from megatron_adacc.graph.serialize import fingerprint
+from megatron_adacc.planner import LayerPlan, Plan
+from megatron_adacc.runtime.key import LiveState, class_key, numbering_attributes
+from megatron_adacc.runtime.layer import LayerForward
+from megatron_adacc.runtime.policy import policy_for
+from megatron_adacc.runtime.report import report
+from megatron_adacc.runtime.traces import TraceCache
+
+MIN_BYTES = 1024
+TRACES_PER_CLASS = 16
+
+
+def attach(
+    layers: nn.Module | Sequence[nn.Module],
+    plan: str | Plan | Path = "recompute",
+    *,
+    min_bytes: int = MIN_BYTES,
+    traces_per_class: int = TRACES_PER_CLASS,
+) -> Handle:
+    """Store what ``layers`` keep for backward as ``plan`` says, from their next forward on.
+
+    Args:
+        layers: one layer, a ModuleList of layers, or a list of them. Each layer's call is one unit: its
+            input is the boundary that recomputation starts from.
+        plan: "keep": everything stays. "recompute": what has a recipe that was shown to be exact is
+            recomputed, dropout masks are stored as bits. "compress": each buffer by the codec of its role.
+            A Plan, or the path of a plan file.
+        min_bytes: smaller buffers are kept by the three plans that are made here.
+        traces_per_class: how many call keys (shapes and the like) are remembered for each layer class.
+
+    Returns:
+        a handle; ``handle.detach()`` leaves the layers as they were. It is a context manager.
+
+    Raises:
+        UserError: no layer, a layer twice or inside another, one that is attached already, no such plan.
+    """
+    modules = _modules(layers)
+    policy = policy_for(str(plan) if isinstance(plan, Path) else plan, min_bytes)
+    numbering = numbering_attributes(modules)
+    caches: dict[Hashable, TraceCache] = {}
+    stashes: WeakSet[Any] = WeakSet()
+    forwards = []
+    for place, module in enumerate(modules):
+        cache = caches.setdefault(class_key(module), TraceCache(policy, traces_per_class))
+        name = f"layer {place} ({type(module).__name__})"
+        forwards.append(LayerForward(module, name, place, cache, LiveState(module, numbering), stashes))
+    return Handle([f.install() for f in forwards], list(caches.values()), stashes, policy.name)
+
+
+def _modules(layers: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    if isinstance(layers, nn.ModuleList) or not isinstance(layers, nn.Module):
+        modules = list(layers)
+    else:
+        modules = [layers]
+    if not modules:
+        raise UserError("attach() needs at least one layer; it was given an empty list.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise UserError(f"attach() takes modules; it was given a {type(module).__name__}.")
+        if isinstance(module.__dict__.get("forward"), LayerForward):
+            raise UserError(f"This {type(module).__name__} is attached already; call its handle's detach() first.")
+    inside = {id(sub): m for m in modules for sub in m.modules() if sub is not m}
+    for i, module in enumerate(modules):
+        if any(module is other for other in modules[:i]):
+            raise UserError("attach() was given the same layer twice; give each once.")
+        if id(module) in inside:
+            raise UserError(
+                f"attach() was given a {type(module).__name__} and the {type(inside[id(module)]).__name__} that "
+                "contains it; give one of them."
+            )
+        for sub in module.modules():
+            if isinstance(sub.__dict__.get("forward"), LayerForward):
+                raise UserError(
+                    f"A {type(sub).__name__} inside this {type(module).__name__} is attached already; detach it first."
+                )
+    return modules
+
+
+class Handle:
+    """The attached layers. ``detach()`` undoes attach(); graphs and stashes in flight stay valid."""
+
+    def __init__(
+        self, forwards: list[LayerForward], caches: list[TraceCache], stashes: WeakSet[Any], plan_name: str
+    ) -> None:
+        self._forwards = forwards
+        self._caches = caches
+        self._stashes = stashes
+        self._plan_name = plan_name
+
+    def stored_bytes(self) -> int:
+        """Bytes that live stashes hold now: kept, packed and rebuilt tensors, each storage once; not the
+        parameters and module buffers of the attached layers."""
+        skipped = set()
+        for forward in self._forwards:
+            for tensor in (*forward.module.parameters(), *forward.module.buffers()):
+                skipped.add(tensor.untyped_storage()._cdata)
+        sizes = {}
+        for stash in list(self._stashes):
+            for tensor in stash.live_tensors():
+                storage = tensor.untyped_storage()
+                if storage._cdata not in skipped:
+                    sizes[storage._cdata] = storage.nbytes()
+        return sum(sizes.values())
+
+    @property
+    def graphs(self) -> list[LayerGraph]:
+        """One graph for each layer class and call key that was traced, without repetition."""
+        found = {}
+        for cache in self._caches:
+            for trace in cache.traces():
+                assert trace.graph is not None
+                found[fingerprint(trace.graph)] = trace.graph
+        return list(found.values())
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force, as far as layers have been traced; can be saved and attached again."""
+        layers: dict[LayerPlan, None] = {}
+        for forward in self._forwards:
+            for trace in forward.cache.traces():
+                if trace.settled is not None:
+                    layers[forward.cache.program(trace, forward.layer).plan] = None
+        return Plan(tuple(layers), self._plan_name)
+
+    @property
+    def traced_forwards(self) -> int:
+        """How many forwards ran under the tracer so far."""
+        return sum(cache.count for cache in self._caches)
+
+    def report(self) -> str:
+        """A table for each graph: site, role, shape, dtype, bytes, action, recipe length, and what keeps a
+        buffer from being recomputed."""
+        rows = []
+        for cache in self._caches:
+            place = next(f.layer for f in self._forwards if f.cache is cache)
+            rows += [report(cache, trace, place) for trace in cache.traces()]
+        return "\n\n".join(rows) or "no layer was traced yet: nothing has run with gradients enabled"
+
+    def detach(self) -> None:
+        """Give the layers their own forward back. A second call does nothing."""
+        for forward in self._forwards:
+            forward.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()

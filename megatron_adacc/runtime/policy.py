@@ -1,0 +1,142 @@
+"""From a traced graph to a layer plan: the plans that attach() takes by name, or one made beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_adacc.errors import UserError
+from megatron_adacc.graph.model import FLOAT_DTYPES, LayerGraph, Origin, Role
+from megatron_adacc.graph.serialize import fingerprint
+from megatron_adacc.graph.verify import Evidence, is_dense
+from megatron_adacc.planner import Action, Compress, Keep, LayerPlan, Plan, Recompute
+
+BITMASK = Compress("bitmask")
+
+CODEC_OF_ROLE = {
+    Role.LINEAR_INPUT: "outlier_int4",
+    Role.NORM_OUTPUT: "outlier_int4",
+    Role.QUERY_KEY_VALUE: "channel_int4",
+    Role.ATTENTION_PROBABILITIES: "affine_int4",
+    Role.RESIDUAL: "outlier_int4",
+    Role.OTHER: "group_int4",
+}
+
+
+class Policy(Protocol):
+    """Makes the plan of one layer from what its trace has shown."""
+
+    name: str
+
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan: ...
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """Every tensor stays."""
+
+    name: str = "keep"
+
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+        return LayerPlan(fingerprint(graph), ())
+
+
+def passes_through(graph: LayerGraph, buffer: int, min_bytes: int) -> bool:
+    """Whether a saved buffer is held as it is under any plan that is made here: the layer's input, tensors
+    that the engine does not see into, integers, and what is small, a scalar or expanded."""
+    found = graph.buffers[buffer]
+    base = found.base
+    if found.origin != Origin.OP or not base.size or base.expanded or found.nbytes < min_bytes:
+        return True
+    return found.nbytes == 0 or (base.dtype not in FLOAT_DTYPES and base.dtype != "bool")
+
+
+@dataclass(frozen=True)
+class RecomputeAll:
+    """Everything with a verified recipe is recomputed; two-valued tensors without one become bits."""
+
+    min_bytes: int
+    name: str = "recompute"
+
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+        actions: list[tuple[str, Action]] = []
+        for buffer in sorted(graph.saved):
+            if passes_through(graph, buffer, self.min_bytes):
+                continue
+            if buffer in evidence.verified:
+                actions.append((graph.buffers[buffer].site, Recompute()))
+            elif buffer in evidence.two_valued and graph.last_state(buffer):
+                actions.append((graph.buffers[buffer].site, BITMASK))
+        return LayerPlan(fingerprint(graph), tuple(actions))
+
+
+@dataclass(frozen=True)
+class CompressAll:
+    """Each float buffer by the codec of its role, statistics and masks without loss. A dropped-out buffer
+    whose mask is stored is rebuilt from mask and source where both are held."""
+
+    min_bytes: int
+    name: str = "compress"
+
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+        actions: list[tuple[str, Action]] = []
+        for buffer in sorted(graph.saved):
+            found = graph.buffers[buffer]
+            role = graph.role(buffer)
+            if passes_through(graph, buffer, self.min_bytes) or not is_dense(found):
+                continue
+            if not graph.last_state(buffer):
+                continue
+            if buffer in evidence.two_valued:
+                actions.append((found.site, BITMASK))
+            elif role in CODEC_OF_ROLE and found.base.dtype in FLOAT_DTYPES:
+                actions.append((found.site, Compress(CODEC_OF_ROLE[role])))
+        return LayerPlan(fingerprint(graph), tuple(actions))
+
+
+@dataclass(frozen=True)
+class FromPlan:
+    """A plan made beforehand: by the solver, from a file, or by hand."""
+
+    plan: Plan
+    name: str = field(default="plan")
+
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+        """The plan's actions for this layer. Raises UserError when it has none, or asks for a recompute that
+        the trace has not shown to be exact."""
+        sites = {graph.buffers[b].site: b for b in graph.saved}
+        found = self.plan.find(fingerprint(graph), sites, layer)
+        if found is None:
+            raise UserError(
+                f"Plan {self.plan.name} has no entry for layer {layer}, {graph.module} with graph "
+                f"{fingerprint(graph)}; make the plan for this model, or attach with plan='recompute'."
+            )
+        for site, action in found.actions:
+            if site not in sites:
+                raise UserError(
+                    f"Plan {self.plan.name} names {site}, which {graph.module} does not save; make the plan again "
+                    "for this model."
+                )
+            buffer = sites[site]
+            if isinstance(action, Recompute) and buffer not in evidence.verified:
+                reason = evidence.refused.get(buffer, "it is not written by an op of the layer")
+                raise UserError(f"Plan {self.plan.name} recomputes {site}, which is not possible: {reason}.")
+        return LayerPlan(fingerprint(graph), found.actions, found.layer)
+
+
+def is_kept(action: Action) -> bool:
+    return isinstance(action, Keep)
+
+
+def policy_for(plan: str | Plan, min_bytes: int) -> Policy:
+    """The policy for attach()'s argument: a name, a Plan, or the path of a plan file."""
+    if isinstance(plan, Plan):
+        return FromPlan(plan)
+    match plan:
+        case "keep":
+            return KeepAll()
+        case "recompute":
+            return RecomputeAll(min_bytes)
+        case "compress":
+            return CompressAll(min_bytes)
+    return FromPlan(Plan.load(plan))

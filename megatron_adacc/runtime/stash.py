@@ -1,0 +1,340 @@
+"""What one layer call leaves behind for its backward.
+
+The pack hook gets tensors in the order of the trace and answers each with a *handle*, which autograd holds in
+the tensor's place; the unpack hook asks the handle. Handles own everything, so that memory goes exactly when
+autograd lets go: node by node in backward, or all at once when a graph is dropped.
+
+    Held      the tensor, detached
+    Weight    a parameter, module buffer or constant: nothing held but its version
+    Encoded   the buffer as a codec packed it, shared by the buffer's handles
+    Dropped   nothing but the version; its Rebuild (a group of recipes) makes the buffer again
+
+A rebuilt or decoded buffer lives until each of its handles has been asked, or has died.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_adacc.codecs import Codec, Packed
+from megatron_adacc.errors import UserError
+from megatron_adacc.graph.replay import Loader, Replayer
+from megatron_adacc.runtime.errors import ModifiedTensorError, TraceMismatchError, modified
+from megatron_adacc.runtime.weights import working_weight
+
+if TYPE_CHECKING:
+    from megatron_adacc.runtime.program import Program
+
+__all__ = ["Dropped", "Encoded", "Held", "Packing", "Rebuild", "Source", "Stash", "Weight", "unpack"]
+
+
+class Held:
+    """A handle: the tensor itself."""
+
+    __slots__ = ("__weakref__", "site", "stash", "tensor", "version")
+
+    def __init__(self, stash: Stash, tensor: Tensor, site: str) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.site = site
+        self.stash = stash
+        stash.owned.append(weakref.ref(self))
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise modified(self.site, self.tensor._version, self.version)
+        return self.tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+
+class Weight:
+    """A handle: a tensor that lives anyway. ``loader`` is None for the tensor as it is, which backward gets
+    with its attributes."""
+
+    __slots__ = ("loader", "site", "stash", "tensor", "version")
+
+    def __init__(self, stash: Stash, tensor: Tensor, loader: Loader | None, site: str) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.loader = loader
+        self.site = site
+        self.stash = stash
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise modified(self.site, self.tensor._version, self.version)
+        if self.loader is None:
+            return working_weight(self.tensor)
+        return self.loader.of_tensor(self.tensor.detach())
+
+
+class Packing:
+    """One buffer as a codec packed it, with its handles that still have to be asked."""
+
+    __slots__ = ("__weakref__", "codec", "decoded", "packed", "pending", "stash")
+
+    def __init__(self, stash: Stash, codec: Codec, packed: Packed) -> None:
+        self.codec = codec
+        self.packed = packed
+        self.decoded: Tensor | None = None
+        self.pending: set[int] = set()
+        self.stash = stash
+        stash.owned.append(weakref.ref(self))
+
+    def base(self) -> Tensor:
+        """The decoded buffer; kept only while a handle waits for it."""
+        if self.decoded is not None:
+            return self.decoded
+        decoded = self.codec.decode(self.packed)
+        if self.pending:
+            self.decoded = decoded
+        return decoded
+
+    def ask(self, entry: int) -> Tensor:
+        self.pending.discard(entry)
+        base = self.base()
+        if not self.pending:
+            self.decoded = None
+        return base
+
+    def forget(self, entry: int) -> None:
+        self.pending.discard(entry)
+        if not self.pending:
+            self.decoded = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        extra = () if self.decoded is None else (self.decoded,)
+        return (*self.packed.tensors.values(), *extra)
+
+
+class Encoded:
+    """A handle: a view of a packed buffer."""
+
+    __slots__ = ("entry", "loader", "packing", "site", "version", "watch")
+
+    def __init__(self, packing: Packing, watch: Tensor, entry: int, loader: Loader, site: str) -> None:
+        self.packing = packing
+        self.watch = watch
+        self.version = watch._version
+        self.entry = entry
+        self.loader = loader
+        self.site = site
+        packing.pending.add(entry)
+
+    def unpack(self) -> Tensor:
+        if self.watch._version != self.version:
+            raise modified(self.site, self.watch._version, self.version)
+        stash = self.packing.stash
+        _refuse_lossy_double_backward(stash, self.site)
+        with stash.lock:
+            return self.loader.of_tensor(self.packing.ask(self.entry))
+
+    def __del__(self) -> None:
+        self.packing.forget(self.entry)
+
+
+class Dropped:
+    """A handle: nothing is held, ``rebuild`` makes the buffer when it is asked for."""
+
+    __slots__ = ("entry", "loader", "rebuild", "site", "version", "watch")
+
+    def __init__(self, rebuild: Rebuild, watch: Tensor, entry: int, loader: Loader, site: str) -> None:
+        self.rebuild = rebuild
+        self.watch = watch
+        self.version = watch._version
+        self.entry = entry
+        self.loader = loader
+        self.site = site
+        rebuild.readers.setdefault(loader.buffer, set()).add(entry)
+
+    def unpack(self) -> Tensor:
+        if self.watch._version != self.version:
+            raise modified(self.site, self.watch._version, self.version)
+        stash = self.rebuild.stash
+        _refuse_lossy_double_backward(stash, self.site)
+        with stash.lock:
+            return self.loader.of_tensor(self.rebuild.ask(self.loader.buffer, self.entry))
+
+    def __del__(self) -> None:
+        self.rebuild.forget(self.loader.buffer, self.entry)
+
+
+class Source:
+    """A tensor from which recipes start, with the version that the forward saw."""
+
+    __slots__ = ("counted", "site", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, site: str, counted: bool = True) -> None:
+        self.counted = counted  # whether holding it costs memory: not for parameters
+        self.tensor = tensor
+        self.version = tensor._version
+        self.site = site
+
+    def base(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise ModifiedTensorError(
+                f"{self.site} was modified in place after the forward (version {self.tensor._version}, was "
+                f"{self.version}); the plan recomputes activations from it. Modify a copy, or keep what is "
+                "recomputed from it."
+            )
+        return self.tensor.detach()
+
+
+class Rebuild:
+    """A group of recipes of one layer call."""
+
+    __slots__ = ("__weakref__", "live", "module", "pending", "program", "readers", "replayer", "sources", "stash")
+
+    def __init__(self, stash: Stash, replayer: Replayer) -> None:
+        self.stash = stash
+        self.program = stash.program
+        self.module = stash.module
+        self.replayer = replayer
+        self.sources: dict[int, Source | Packing] | None = None  # bound when the forward has returned
+        self.readers: dict[int, set[int]] = {}  # by buffer, handles that live
+        self.pending: dict[int, set[int]] = {}  # by buffer, handles to be asked in this pass
+        self.live: dict[int, Tensor] = {}
+        stash.owned.append(weakref.ref(self))
+
+    def ask(self, buffer: int, entry: int) -> Tensor:
+        base = self.live.get(buffer)
+        if base is None:
+            if not any(self.pending.values()):
+                # The first reader of this pass: every recipe runs once, for all readers to come.
+                rebuilt = self.replayer.run(self._env(self.replayer.group.sources), self.module)
+                self.pending = {b: set(entries) for b, entries in self.readers.items() if entries}
+                self.live = {b: t for b, t in rebuilt.items() if b in self.pending}
+                base = rebuilt[buffer]
+            else:
+                # Asked again, after its readers had it and while others wait: it alone is made again.
+                base = self._again(buffer)
+        waiting = self.pending.get(buffer)
+        if waiting is not None:
+            waiting.discard(entry)
+            if not waiting:
+                self.live.pop(buffer, None)
+        return base
+
+    def forget(self, buffer: int, entry: int) -> None:
+        """A handle died; what only it waited for goes too."""
+        for table in (self.readers, self.pending):
+            entries = table.get(buffer)
+            if entries is not None:
+                entries.discard(entry)
+        if not self.pending.get(buffer):
+            self.live.pop(buffer, None)
+
+    def _again(self, buffer: int) -> Tensor:
+        live = dict(self.live)
+        replayer = self.program.replayer_for(buffer, frozenset(live))
+        env = self._env(tuple(b for b in replayer.group.sources if b not in live))
+        env |= {b: live[b] for b in replayer.group.sources if b in live}
+        return replayer.run(env, self.module)[buffer]
+
+    def _env(self, wanted: tuple[int, ...]) -> dict[int, Tensor]:
+        if self.sources is None:
+            raise RuntimeError(
+                "a backward pass asked for a recomputed activation before the layer's forward had returned; "
+                "layers that call autograd inside their forward need the plan 'keep'"
+            )
+        sources = self.sources
+        return {b: sources[b].base() if b in sources else self.program.literal(b) for b in wanted}
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        inputs = [s.tensor for s in (self.sources or {}).values() if isinstance(s, Source) and s.counted]
+        return (*self.live.values(), *inputs)
+
+
+class Stash:
+    """One layer call: the pack hook, and the sources that recipes will start from."""
+
+    __slots__ = (
+        "__weakref__", "lock", "module", "name", "owned", "packings", "position", "program", "rebuilds", "sources",
+        "weights",
+    )  # fmt: skip
+
+    def __init__(self, program: Program, module: nn.Module, name: str) -> None:
+        self.program = program
+        self.module = module
+        self.name = name
+        self.position = 0
+        self.owned: list[weakref.ref[Any]] = []
+        self.weights: dict[int, Tensor] = program.bind_weights(module)
+        self.sources: dict[int, Source | Packing] = {}
+        self.packings: dict[int, Packing] = {}
+        self.rebuilds: dict[int, Rebuild] = {}
+        self.lock = threading.RLock()
+
+    def begin(self, inputs: list[Tensor]) -> None:
+        """Hold the layer's inputs and note the weights that recipes start from."""
+        program = self.program
+        for buffer, position in program.input_sources:
+            self.sources[buffer] = Source(inputs[position].detach(), program.site(buffer))
+        for buffer in program.weight_sources:
+            self.sources[buffer] = Source(self.weights[buffer], program.site(buffer), counted=False)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """The pack hook: the n-th call is the n-th entry of the trace."""
+        position = self.position
+        self.position = position + 1
+        try:
+            entry = self.program.entries[position]
+        except IndexError:
+            raise TraceMismatchError(
+                f"{self.name} saved more than the {len(self.program.entries)} tensors of its trace; the next is "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}."
+            ) from None
+        return entry.pack(self, tensor)
+
+    def rebuild(self, group: int) -> Rebuild:
+        found = self.rebuilds.get(group)
+        if found is None:
+            found = self.rebuilds[group] = Rebuild(self, self.program.replayers[group])
+        return found
+
+    def finish(self) -> None:
+        """The forward has returned: hand sources to the recipes that need them and hold nothing else."""
+        if self.position != len(self.program.entries):
+            site = self.program.entries[self.position].site
+            raise TraceMismatchError(
+                f"{self.name} saved {self.position} tensors, its trace {len(self.program.entries)}; the first "
+                f"that is missing is {site}."
+            )
+        for rebuild in self.rebuilds.values():
+            wanted = rebuild.replayer.group.sources
+            rebuild.sources = {b: self.sources[b] for b in wanted if b in self.sources}
+
+    def release(self) -> None:
+        """Let go of everything that only the forward needed, also after an exception."""
+        self.sources, self.packings, self.rebuilds, self.weights = {}, {}, {}, {}
+
+    def live_tensors(self) -> list[Tensor]:
+        """Tensors that this call's handles hold now."""
+        found = []
+        for reference in self.owned:
+            owner = reference()
+            if owner is not None:
+                found.extend(owner.tensors())
+        return found
+
+
+def unpack(handle: Any) -> Tensor:
+    """The unpack hook."""
+    result = handle.unpack()
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _refuse_lossy_double_backward(stash: Stash, site: str) -> None:
+    if torch.is_grad_enabled() and not stash.program.lossless:
+        raise UserError(
+            f"create_graph=True differentiates through {site}, which the plan holds inexactly; use a lossless plan "
+            "(keep or recompute) where gradients of gradients are taken."
+        )

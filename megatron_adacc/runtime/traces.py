@@ -1,0 +1,182 @@
+"""Traces of the layers of one class, by call key, in a bounded cache.
+
+    call 1 of a key   traced; the call is stashed by a program of its own trace
+    call 2            traced again, with other inputs and mostly by another layer: proves constants, and that
+                      the program does not depend on what the trace does not record. If the two traces agree
+                      the key is *settled*
+    call 3 ...        run the settled program; no dispatch mode
+
+A key whose traces never agree (control flow by the data, numbers that change) stays *unsettled*: after
+MAX_TRACES calls it is no longer traced and its activations are kept as autograd would.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_adacc.graph.model import LayerGraph, Origin
+from megatron_adacc.graph.prove import differing_ops, prove, same_program
+from megatron_adacc.graph.replay import Context
+from megatron_adacc.graph.serialize import fingerprint
+from megatron_adacc.graph.tracer import Traced
+from megatron_adacc.graph.verify import Evidence, verify
+from megatron_adacc.planner import LayerPlan
+from megatron_adacc.runtime.policy import Policy
+from megatron_adacc.runtime.program import Constants, Program
+
+logger = logging.getLogger(__name__)
+
+MAX_TRACES = 4
+
+
+@dataclass
+class Trace:
+    """What is known about one call key."""
+
+    calls: int = 0
+    last: Traced | None = None
+    settled: Traced | None = None
+    evidence: Evidence | None = None
+    programs: dict[LayerPlan, Program] = field(default_factory=dict)
+    varying: dict[int, str] = field(default_factory=dict)  # ops with numbers that change, by index
+    given_up: bool = False
+
+    @property
+    def graph(self) -> LayerGraph | None:
+        traced = self.settled or self.last
+        return None if traced is None else traced.graph
+
+    def constants_unchanged(self) -> bool:
+        """Whether the proven constants are still what the trace saw."""
+        return all(program.constants.unchanged for program in self.programs.values())
+
+    @property
+    def constants(self) -> Constants:
+        assert self.settled is not None
+        return constants_of(self.settled)
+
+
+def constants_of(traced: Traced) -> Constants:
+    """The proven constants of a trace, which the caller must have held since."""
+    tensors = {
+        b: external.tensor
+        for b, external in traced.externals.items()
+        if traced.graph.buffers[b].origin == Origin.CONSTANT and external.tensor is not None
+    }
+    return Constants(tensors, {b: t._version for b, t in tensors.items()})
+
+
+class TraceCache:
+    """Traces of one layer class. ``capacity`` keys are remembered; of more, the one unused longest goes."""
+
+    def __init__(self, policy: Policy, capacity: int) -> None:
+        self._policy = policy
+        self._capacity = capacity
+        self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
+        self.count = 0  # forwards traced so far
+
+    def get(self, key: Hashable) -> Trace:
+        trace = self._traces.get(key)
+        if trace is None:
+            trace = self._traces[key] = Trace()
+            if len(self._traces) > self._capacity:
+                self._traces.popitem(last=False)
+        else:
+            self._traces.move_to_end(key)
+        return trace
+
+    def traces(self) -> list[Trace]:
+        return [t for t in self._traces.values() if t.graph is not None]
+
+    def forget(self, key: Hashable) -> None:
+        self._traces.pop(key, None)
+
+    def program(self, trace: Trace, layer: int) -> Program:
+        """The settled program for the layer at this place."""
+        assert trace.settled is not None
+        assert trace.evidence is not None
+        plan = self._policy.layer_plan(trace.settled.graph, trace.evidence, layer)
+        found = trace.programs.get(plan)
+        if found is None:
+            context = context_of(trace.settled)
+            found = Program(trace.settled.graph, plan, context, trace.constants)
+            trace.programs[plan] = found
+        return found
+
+    def learn(
+        self, trace: Trace, traced: Traced, layer: int, module: nn.Module, saved: Mapping[int, Tensor],
+        sources: Callable[[LayerGraph], dict[int, Tensor]],
+    ) -> Program:  # fmt: skip
+        """Take in the trace of the call that just ran, and give the program that stashes this very call.
+
+        ``saved`` are base tensors of what autograd saved; ``sources`` gives those of a graph's parameters
+        and inputs."""
+        self.count += 1
+        trace.calls += 1
+        traced = replace(traced, graph=_with_barriers(traced.graph, trace.varying))
+        settled = False
+        if trace.last is not None:
+            if not same_program(trace.last.graph, traced.graph):
+                trace.varying |= differing_ops(trace.last.graph, traced.graph)
+                traced = replace(traced, graph=_with_barriers(traced.graph, trace.varying))
+                last = replace(trace.last, graph=_with_barriers(trace.last.graph, trace.varying))
+                settled = _agree_but_for(last.graph, traced.graph, trace.varying)
+                if settled:
+                    traced = prove(replace(last, graph=traced.graph), traced)
+            else:
+                traced = prove(trace.last, traced)
+                settled = True
+        constants = constants_of(traced)
+        context = context_of(traced)
+        evidence = verify(traced.graph, saved, sources(traced.graph) | dict(constants.tensors), context, module)
+        plan = self._policy.layer_plan(traced.graph, evidence, layer)
+        program = Program(traced.graph, plan, context, constants)
+        if settled:
+            trace.settled, trace.evidence, trace.last = traced, evidence, None
+            trace.programs = {plan: program}
+            for buffer, external in traced.externals.items():
+                if buffer not in constants.tensors:
+                    external.weaken()
+        else:
+            for external in traced.externals.values():
+                external.weaken()
+            trace.last, trace.evidence = traced, evidence
+            if trace.calls >= MAX_TRACES:
+                trace.given_up = True
+                logger.warning(
+                    "The forward of %s runs other ops from call to call for equal arguments; its activations are "
+                    "kept as autograd would.", traced.graph.module,
+                )  # fmt: skip
+        return program
+
+
+def _with_barriers(graph: LayerGraph, varying: Mapping[int, str]) -> LayerGraph:
+    if not varying:
+        return graph
+    ops = tuple(replace(op, barrier=op.barrier or varying.get(op.index)) for op in graph.ops)
+    return replace(graph, ops=ops)
+
+
+def _agree_but_for(a: LayerGraph, b: LayerGraph, varying: Mapping[int, str]) -> bool:
+    """Whether two graphs are equal once the arguments of varying ops are left out."""
+    if not varying or len(a.ops) != len(b.ops):
+        return False
+
+    def stripped(graph: LayerGraph) -> LayerGraph:
+        ops = (replace(op, args=(), kwargs=()) if op.index in varying else op for op in graph.ops)
+        return replace(graph, ops=tuple(ops))
+
+    return fingerprint(stripped(a)) == fingerprint(stripped(b))
+
+
+def context_of(traced: Traced) -> Context:
+    """What the trace's arguments mean here: its live objects, its device, the autocast state right now."""
+    device = traced.device or torch.device("cpu")
+    enabled = torch.is_autocast_enabled(device.type)
+    return Context(traced.objects, device, torch.get_autocast_dtype(device.type) if enabled else None)
