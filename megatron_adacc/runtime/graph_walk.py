@@ -19,7 +19,7 @@ import functools
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch._C._autograd import SavedTensor
@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _CheckpointFrame
 
 Held = torch.Tensor | torch.UntypedStorage
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # asking a tensor whether it is a wrapper is slow
 
 
 @runtime_checkable
@@ -78,32 +80,55 @@ def tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+def storages_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
     """The storages behind a tensor: one for a dense tensor, one for each part of a sparse or wrapped one.
 
     A layout without storages (MKL-DNN) gives none.
     """
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-    elif tensor.layout is torch.sparse_coo:
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
-            yield part.untyped_storage()
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
-            yield part.untyped_storage()
+    if type(tensor) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return tuple(storage for part in parts for storage in storages_of(part))
+    layout = tensor.layout
+    if layout is torch.strided:
+        return (tensor.untyped_storage(),)
+    if layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        parts = []
+    return tuple(part.untyped_storage() for part in parts)
+
+
+@dataclass(frozen=True)
+class _NodeKind:
+    """What the type of a node says about it."""
+
+    is_leaf: bool
+    is_python: bool
+    wraps_a_node: bool
+    is_unread: bool
+    fields: tuple[str, ...]
+
+    @classmethod
+    def of(cls, node_type: type) -> Self:
+        return cls(
+            is_leaf=node_type.__name__ == "AccumulateGrad",
+            is_python=issubclass(node_type, torch.autograd.function.BackwardCFunction),
+            wraps_a_node=hasattr(node_type, "_wrapped_node"),
+            # The one type of every C++ node that torch has no bindings for.
+            is_unread=node_type.__name__ == "CppFunction",
+            fields=tuple(name for name in dir(node_type) if name.startswith("_raw_saved_")),
+        )
 
 
 class GraphReader:
-    """Reads graphs; of what it has read it keeps only the field names of each type of node."""
+    """Reads graphs; of what it has read it keeps only what the type of a node says."""
 
     def __init__(self) -> None:
-        self._fields: dict[type, tuple[str, ...]] = {}
+        self._kinds: dict[type, _NodeKind] = {}
 
     def read(self, outputs: Any) -> GraphHoldings:
         """Everything that the graph behind `outputs` keeps alive.
@@ -113,52 +138,52 @@ class GraphReader:
                 no graph and give nothing.
         """
         # The wrappers in `nodes` also keep the nodes alive: a SavedTensor points into its node.
-        nodes: dict[Any, None] = {}
+        nodes: dict[Any, _NodeKind] = {}
         entries: list[NodeHoldings] = []
         visited: set[int] = set()
         pending = [tensor.grad_fn for tensor in tensors_in(outputs)]
         while pending:
             # Read in the order of the forward: what several nodes share belongs to the first.
-            found = sorted(self._walk(pending, nodes), key=lambda node: node._sequence_nr())
+            found = sorted(self._walk(pending, nodes), key=_first)
             pending = []
-            for node in found:
+            for sequence_nr, node in found:
+                kind = nodes[node]
                 held: list[Held] = []
-                is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-                if is_python:
+                if kind.is_python:
                     for value in vars(node).values():
                         _collect(value, held, visited)
                     # A tensor on ctx may bring a graph of its own, which no edge leads to.
                     pending.extend(item.grad_fn for item in held if isinstance(item, torch.Tensor))
-                for name in self._field_names(type(node)):
+                for name in kind.fields:
                     _collect_field(node, name, held, visited)
-                entries.append(NodeHoldings(node._sequence_nr(), is_python, tuple(held)))
+                entries.append(NodeHoldings(sequence_nr, kind.is_python, tuple(held)))
         entries.sort(key=lambda entry: entry.sequence_nr)
-        # CppFunction is the one type of every C++ node that torch has no bindings for.
-        unread = {node.name() for node in nodes if type(node).__name__ == "CppFunction"}
+        unread = {node.name() for node, kind in nodes.items() if kind.is_unread}
         return GraphHoldings(tuple(entries), tuple(sorted(unread)))
 
-    def _walk(self, roots: list[Any], nodes: dict[Any, None]) -> list[Any]:
-        """Add the nodes reachable from `roots` to `nodes`; return the new ones without the leaves."""
+    def _walk(self, roots: list[Any], nodes: dict[Any, _NodeKind]) -> list[tuple[int, Any]]:
+        """Add the nodes reachable from `roots` to `nodes`; return the new ones, without the leaves."""
         pending, found = list(roots), []
         while pending:
             node = pending.pop()
             if node is None or node in nodes:
                 continue
-            nodes[node] = None
-            if type(node).__name__ == "AccumulateGrad":
+            kind = self._kinds.get(type(node))
+            if kind is None:
+                kind = self._kinds[type(node)] = _NodeKind.of(type(node))
+            nodes[node] = kind
+            if kind.is_leaf:
                 continue
-            found.append(node)
-            pending.extend(successor for successor, _ in node.next_functions)
-            if type(node).__name__ == "CopySlices":
+            found.append((node._sequence_nr(), node))
+            for successor, _ in node.next_functions:
+                pending.append(successor)
+            if kind.wraps_a_node:
                 pending.append(node._wrapped_node)
         return found
 
-    def _field_names(self, node_type: type) -> tuple[str, ...]:
-        names = self._fields.get(node_type)
-        if names is None:
-            names = tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
-            self._fields[node_type] = names
-        return names
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
 
 
 def _collect_field(node: Any, name: str, held: list[Held], visited: set[int]) -> None:
@@ -166,9 +191,12 @@ def _collect_field(node: Any, name: str, held: list[Held], visited: set[int]) ->
         field = getattr(node, name)
     except RuntimeError:
         return  # the node was freed, by a backward over this part of the graph
-    # The tuple is made for this call: its id may be reused, so it must not enter `visited`.
-    for entry in field if isinstance(field, tuple) else (field,):
-        _collect(entry, held, visited)
+    if isinstance(field, tuple):
+        # Made for this call: its id may be reused, so it must not enter `visited`.
+        for entry in field:
+            _collect(entry, held, visited)
+    else:
+        _collect(field, held, visited)
 
 
 def _collect(value: Any, held: list[Held], visited: set[int]) -> None:
@@ -177,14 +205,18 @@ def _collect(value: Any, held: list[Held], visited: set[int]) -> None:
     `visited` has the ids of the containers and functions met in this graph. Each is alive through the
     graph, so no id is reused, and each is read once: layers share recompute functions.
     """
-    if value is None or isinstance(value, int | float | str):
-        return
-    if isinstance(value, torch.Tensor | torch.UntypedStorage):
-        held.append(value)
-    elif isinstance(value, SavedTensor):
+    if isinstance(value, SavedTensor):
         saved: Any = value  # torch's type stub knows neither attribute
-        _collect(saved.data, held, visited)
-        _collect_frame(saved.unpack_hook, held, visited)
+        packed = saved.data
+        if isinstance(packed, torch.Tensor):
+            held.append(packed)
+        elif packed is not None:
+            _collect(packed, held, visited)
+            _collect_frame(saved.unpack_hook, held, visited)
+    elif value is None or isinstance(value, int | float | str):
+        return
+    elif isinstance(value, torch.Tensor | torch.UntypedStorage):
+        held.append(value)
     elif hasattr(type(value), "stored_storages"):
         held.extend(value.stored_storages())
     elif id(value) in visited:

@@ -7,7 +7,7 @@ The same figure for every strategy, because it looks at the graph that the strat
 at how it got there. docs/accounting.md says what is counted and what is not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -107,14 +107,30 @@ class HeldMeter:
         """
         storages: set[int] = set()
         device_type: str | None = None
-        for parameter in self._model.parameters():
-            device_type = device_type or parameter.device.type
-            for tensor in (parameter, parameter.grad, getattr(parameter, "main_grad", None)):
-                if tensor is not None:
-                    storages.update(storage._cdata for storage in storages_of(tensor))
-        for buffer in self._model.buffers():
-            storages.update(storage._cdata for storage in storages_of(buffer))
+        for module in _modules(self._model):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    device_type = device_type or parameter.device.type
+                    for tensor in (parameter, parameter.grad, getattr(parameter, "main_grad", None)):
+                        if tensor is not None:
+                            storages.update(storage._cdata for storage in storages_of(tensor))
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    storages.update(storage._cdata for storage in storages_of(buffer))
         return storages, device_type or "cpu"
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """`model.modules()` at a fifth of its price, which is all in building names."""
+    seen = {model}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                pending.append(child)
 
 
 def _new_bytes(held: tuple[Held, ...], counted: set[int], device_type: str) -> tuple[int, int]:
