@@ -11,9 +11,10 @@ is a plain backward slice. A *view* says how a tensor lies on its buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -91,7 +92,7 @@ class Tagged:
     note: str = ""
 
 
-Argument = None | bool | int | float | str | View | Tagged | tuple  # type: ignore[type-arg]
+Argument = None | bool | int | float | str | View | Tagged | tuple[Any, ...]
 
 
 def views_in(argument: object) -> Iterator[View]:
@@ -112,7 +113,7 @@ class Op:
     index: int
     target: str
     module: str
-    args: tuple  # type: ignore[type-arg]
+    args: tuple[Argument, ...]
     kwargs: tuple[tuple[str, Argument], ...]
     outputs: tuple[int | None, ...]
     mutates: tuple[tuple[View, int], ...] = ()
@@ -150,7 +151,7 @@ class Buffer:
     base: View
     writer: int | None = None
     previous: int | None = None
-    value: tuple | None = None  # type: ignore[type-arg]   numbers of a literal
+    value: tuple[bool | int | float, ...] | None = None  # numbers of a literal
     note: str = ""
 
 
@@ -239,7 +240,7 @@ class LayerGraph:
         return header + "\n" + format_table(rows)
 
 
-def format_table(rows: list[tuple[str, ...]]) -> str:
+def format_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Rows of equal length as left-aligned columns, the first row being the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -91,6 +91,12 @@ def literal_tensor(buffer: Buffer) -> Tensor:
     return torch.tensor(buffer.value, dtype=dtype, device=buffer.note).reshape(buffer.base.size)
 
 
+def _poison(tensor: Tensor) -> None:
+    nbytes = tensor.untyped_storage().nbytes()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    empty.set_(tensor.untyped_storage(), 0, (nbytes,), (1,)).fill_(POISON)
+
+
 def _copy_storage(base: Tensor) -> Tensor:
     storage = base.untyped_storage().clone()
     empty = torch.empty(0, dtype=base.dtype, device=base.device)
@@ -165,7 +171,7 @@ class _Step:
                 if output is not None:
                     env[output] = tensor
                     if poison and self.empty:
-                        tensor.untyped_storage().fill_(POISON)
+                        _poison(tensor)
         if not poison:
             for buffer in self.frees:
                 env.pop(buffer, None)

@@ -66,7 +66,7 @@ def extent_bytes(tensor: Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return int((last + 1) * tensor.element_size())
 
 
 def named_tensors(module: nn.Module) -> Iterator[Named]:
@@ -183,6 +183,6 @@ class Storages:
             region.state,
             tuple(tensor.size()),
             tuple(tensor.stride()),
-            offset_bytes // tensor.element_size(),
+            int(offset_bytes) // tensor.element_size(),
             dtype_name(tensor.dtype),
         )

@@ -10,7 +10,6 @@ The tracer changes nothing about the forward that it watches: the call is the tr
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,31 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_adacc.graph import schema
 from megatron_adacc.graph.external import External
-from megatron_adacc.graph.model import (
-    Argument,
-    Buffer,
-    InputSpec,
-    LayerGraph,
-    Op,
-    Origin,
-    Pack,
-    Tagged,
-    View,
-)
+from megatron_adacc.graph.model import Argument, LayerGraph, Op, Origin, View
+from megatron_adacc.graph.recorder import Recorder
 from megatron_adacc.graph.roles import with_roles
-from megatron_adacc.graph.storages import (
-    Named,
-    Region,
-    Storages,
-    call_tensors,
-    dtype_name,
-    flatten_tensors,
-    has_plain_storage,
-    named_tensors,
-)
+from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage, named_tensors
 from megatron_adacc.graph.submodules import ModulePaths
 
-LITERAL_ELEMENTS = 64  # a tensor of more numbers than this is not stored in the graph by value
 EMPTY_NAMES = frozenset(name.split("::")[1] for name in schema.EMPTY_OPS)
 CALL_PREFIX = "call "  # target of an opaque submodule: "call mlp.norm"
 
@@ -74,35 +54,24 @@ class Call:
     host_reader: str | None
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(Recorder, TorchDispatchMode):
     """Records one call. ``pack`` is to be called with each tensor that autograd saves."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
+        self._paths = ModulePaths(module, self._submodule_called, self._submodule_returned)
         self._module = module
-        self._storages = Storages()
-        self._ops: list[Op] = []
-        self._buffers: list[Buffer] = []
-        self._packs: list[Pack] = []
-        self._objects: list[Any] = []
-        self._externals: dict[int, External] = {}
         self._host_values: list[object] = []
         self._host_reader: str | None = None
-        self._sites: Counter[tuple[str, str]] = Counter()
-        self._paths = ModulePaths(module, self._submodule_called, self._submodule_returned)
-        self._device: torch.device | None = None
-        for named in named_tensors(module):
-            self._storages.name(named)
-        self._inputs = call_tensors(args, kwargs)
-        for name, tensor in self._inputs:
-            if has_plain_storage(tensor):
-                self._device = self._device or tensor.device
-                self._storages.name(Named(Origin.INPUT, name, tensor))
-        self._input_specs = tuple(self._input_spec(name, t) for name, t in self._inputs)
+        TorchDispatchMode.__init__(self)
+        Recorder.__init__(self, module, args, kwargs)
+
+    @property
+    def _path(self) -> str:
+        return self._paths.current
 
     def __enter__(self) -> Tracer:
         self._paths.install()
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
@@ -138,12 +107,6 @@ class Tracer(TorchDispatchMode):
             self._host_reader = self._host_reader or site
         return result
 
-    def pack(self, tensor: Tensor) -> int:
-        """Note that autograd saved this tensor; returns its place in the order of saves."""
-        index = len(self._packs)
-        self._packs.append(Pack(index, self._view_or_opaque(tensor)))
-        return index
-
     def finish(self, output: Any) -> Traced:
         """The graph of the call that returned ``output``."""
         outputs = tuple(self._view(t) for _, t in flatten_tensors(output, "") if has_plain_storage(t))
@@ -158,83 +121,6 @@ class Tracer(TorchDispatchMode):
         return Traced(
             with_roles(graph), tuple(self._objects), dict(self._externals), tuple(self._host_values), self._device
         )
-
-    # ---- buffers ---------------------------------------------------------------------------------------
-
-    def _site(self, name: str) -> str:
-        leaf = name.split("::", 1)[-1]
-        path = self._paths.current
-        count = self._sites[path, leaf]
-        self._sites[path, leaf] += 1
-        return f"{path}/{leaf}" + (f"#{count}" if count else "")
-
-    def _input_spec(self, name: str, tensor: Tensor) -> InputSpec:
-        buffer = self._view_or_opaque(tensor).buffer
-        return InputSpec(name, buffer, tuple(tensor.size()), dtype_name(tensor.dtype), tensor.requires_grad)
-
-    def _region(self, tensor: Tensor) -> Region:
-        """The region of a tensor that some op reads or writes; one not seen before gets its first buffer."""
-        region = self._storages.region(tensor)
-        if region is not None:
-            return region
-        named = self._storages.named(tensor)
-        region = self._storages.add(tensor, len(self._buffers), named)
-        if named is not None:
-            base = self._storages.view(named.tensor, region)
-            nbytes = tensor.untyped_storage().nbytes() if named.origin == Origin.INPUT else base.nbytes
-            site = f"{named.origin}:{named.name}"
-            self._new_buffer(region, base, site, named.origin, name=named.name, nbytes=nbytes)
-        else:
-            base = self._storages.view(tensor, region)
-            site = f"{self._paths.current}/unseen#{self._sites[self._paths.current, 'unseen']}"
-            self._sites[self._paths.current, "unseen"] += 1
-            self._externals[len(self._buffers)] = External(tensor)
-            self._new_buffer(
-                region, base, site, Origin.OPAQUE, nbytes=tensor.untyped_storage().nbytes(),
-                note="no visible op wrote it",
-            )  # fmt: skip
-        return region
-
-    def _new_buffer(self, region: Region, base: View, site: str, origin: Origin, **fields: Any) -> int:
-        index = len(self._buffers)
-        region.state = index
-        base = replace(base, buffer=index)
-        fields.setdefault("name", "")
-        self._buffers.append(Buffer(index, region.storage, site, origin, base=base, **fields))
-        return index
-
-    def _view(self, tensor: Tensor) -> View:
-        return self._storages.view(tensor, self._region(tensor))
-
-    def _view_or_opaque(self, tensor: Tensor) -> View:
-        if has_plain_storage(tensor):
-            return self._view(tensor)
-        index = len(self._buffers)
-        numel = tensor.numel()
-        size, dtype = tuple(tensor.size()), dtype_name(tensor.dtype)
-        view = View(index, size, (), 0, dtype)
-        note = "not a plain strided tensor"
-        site = f"{self._paths.current}/special#{index}"
-        nbytes = numel * tensor.element_size()
-        self._buffers.append(Buffer(index, -1 - index, site, Origin.OPAQUE, "", nbytes, view, note=note))
-        return view
-
-    def _literal(self, tensor: Tensor) -> None:
-        """A tensor made from numbers in the program: small ones enter the graph by value."""
-        if not has_plain_storage(tensor) or tensor.numel() > LITERAL_ELEMENTS:
-            return
-        if self._storages.region(tensor) is not None or self._storages.named(tensor) is not None:
-            return
-        with torch._C._DisableTorchDispatch():
-            value = tuple(tensor.detach().flatten().tolist())
-        if any(isinstance(v, complex) for v in value):
-            return
-        region = self._storages.add(tensor, len(self._buffers), None)
-        base = self._storages.view(tensor, region)
-        site = f"{self._paths.current}/literal#{self._sites[self._paths.current, 'literal']}"
-        self._sites[self._paths.current, "literal"] += 1
-        nbytes = tensor.untyped_storage().nbytes()
-        self._new_buffer(region, base, site, Origin.LITERAL, nbytes=nbytes, value=value, note=tensor.device.type)
 
     # ---- ops -------------------------------------------------------------------------------------------
 
@@ -259,30 +145,6 @@ class Tracer(TorchDispatchMode):
                 return "takes a tensor that is not plain"
         return None
 
-    def _encode(self, value: Any) -> Argument:
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, Tensor):
-            return self._view(value) if has_plain_storage(value) else self._object(value)
-        if isinstance(value, (tuple, list)):
-            return tuple(self._encode(v) for v in value)
-        if isinstance(value, torch.dtype):
-            return Tagged("dtype", dtype_name(value))
-        if isinstance(value, torch.device):
-            same = self._device is not None and value == self._device
-            return Tagged("device", value.type if same or value.index is None else str(value))
-        if isinstance(value, torch.layout):
-            return Tagged("layout", str(value).removeprefix("torch."))
-        if isinstance(value, torch.memory_format):
-            return Tagged("memory_format", str(value).removeprefix("torch."))
-        if isinstance(value, complex):
-            return Tagged("complex", repr(value))
-        return self._object(value)
-
-    def _object(self, value: Any) -> Tagged:
-        self._objects.append(value)
-        return Tagged("object", len(self._objects) - 1, type(value).__name__)
-
     def _record(
         self, func: Any, site: str, args: Any, kwargs: Any, barrier: str | None, written: list[Tensor],
         result: Any,
@@ -302,16 +164,13 @@ class Tracer(TorchDispatchMode):
         if not mutates and all(o is None for o in outputs):
             return
         op = Op(
-            index, schema.overload_name(func), self._paths.current, args, kwargs, tuple(outputs),
+            index, schema.overload_name(func), self._path, args, kwargs, tuple(outputs),
             mutates, overwrites, schema.is_collective(func), barrier,
         )  # fmt: skip
         if schema.op_name(func) == "aten::native_dropout" and barrier == "draws random numbers":
             self._record_dropout(op)
         else:
             self._ops.append(op)
-
-    def _known(self, tensor: Tensor) -> bool:
-        return self._storages.region(tensor) is not None or self._storages.named(tensor) is not None
 
     def _record_writes(
         self, func: Any, site: str, index: int, written: list[Tensor]
@@ -335,6 +194,7 @@ class Tracer(TorchDispatchMode):
         half is autograd's own formula for the gradient; replay proves that it gives the same bits."""
         output, mask = op.outputs
         source, probability, _ = op.args
+        assert isinstance(probability, float)
         assert output is not None
         assert mask is not None
         self._ops.append(replace(op, outputs=(None, mask)))

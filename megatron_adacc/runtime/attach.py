@@ -62,10 +62,8 @@ def attach(
 
 
 def _modules(layers: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    if isinstance(layers, nn.ModuleList) or not isinstance(layers, nn.Module):
-        modules = list(layers)
-    else:
-        modules = [layers]
+    one_layer = isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList)
+    modules: list[Any] = [layers] if one_layer else list(layers)  # type: ignore[arg-type]
     if not modules:
         raise UserError("attach() needs at least one layer; it was given an empty list.")
     for module in modules:
@@ -110,8 +108,7 @@ class Handle:
                 skipped.add(tensor.untyped_storage()._cdata)
         sizes = {}
         for stash in list(self._stashes):
-            for tensor in stash.live_tensors():
-                storage = tensor.untyped_storage()
+            for storage in stash.stored_storages():
                 if storage._cdata not in skipped:
                     sizes[storage._cdata] = storage.nbytes()
         return sum(sizes.values())

@@ -18,6 +18,7 @@ from megatron_adacc.graph.replay import base_of
 from megatron_adacc.graph.storages import call_tensors, named_tensors
 from megatron_adacc.graph.tracer import Traced, Tracer
 from megatron_adacc.runtime.errors import modified
+from megatron_adacc.runtime.graph_walk import storages_of
 from megatron_adacc.runtime.key import LiveState, arguments_key, environment_key
 from megatron_adacc.runtime.program import Program
 from megatron_adacc.runtime.stash import Stash, unpack
@@ -49,8 +50,10 @@ class _Deferred:
             raise modified("a saved tensor", self.tensor._version, self.version)
         return self.tensor
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return () if self.tensor is None else (self.tensor,)
+    def stored_storages(self) -> tuple[torch.UntypedStorage, ...]:
+        if self.handle is not None:
+            return tuple(self.handle.stored_storages())
+        return () if self.tensor is None else storages_of(self.tensor)
 
 
 class LayerForward:
@@ -118,7 +121,7 @@ class LayerForward:
                 f"{self.name} is attached to megatron-adacc, which cannot run inside torch.func transforms (grad, "
                 "vjp, vmap); call handle.detach() before, or transform a copy of the module."
             )
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise UserError(
                 f"{self.name} is attached to megatron-adacc, which needs saved-tensor hooks, and they are disabled "
                 "here (torch.autograd.graph.disable_saved_tensors_hooks); call handle.detach() before."
@@ -187,7 +190,7 @@ class LayerForward:
         return found
 
     def install(self) -> Self:
-        self.module.forward = self  # type: ignore[method-assign]
+        self.module.forward = self
         return self
 
     def remove(self) -> None:
@@ -206,8 +209,8 @@ class _TracedCall:
     def __init__(self, handles: list[_Deferred]) -> None:
         self._handles = handles
 
-    def live_tensors(self) -> list[Tensor]:
-        return [t for handle in self._handles for t in handle.tensors()]
+    def stored_storages(self) -> list[torch.UntypedStorage]:
+        return [s for handle in self._handles for s in handle.stored_storages()]
 
 
 def _plain_forward(module: nn.Module) -> Any:

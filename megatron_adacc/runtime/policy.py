@@ -9,7 +9,7 @@ from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import FLOAT_DTYPES, LayerGraph, Origin, Role
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.graph.verify import Evidence, is_dense
-from megatron_adacc.planner import Action, Compress, Keep, LayerPlan, Plan, Recompute
+from megatron_adacc.planner import Action, Compress, LayerPlan, Plan, Recompute
 
 BITMASK = Compress("bitmask")
 
@@ -26,7 +26,8 @@ CODEC_OF_ROLE = {
 class Policy(Protocol):
     """Makes the plan of one layer from what its trace has shown."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan: ...
 
@@ -122,10 +123,6 @@ class FromPlan:
                 reason = evidence.refused.get(buffer, "it is not written by an op of the layer")
                 raise UserError(f"Plan {self.plan.name} recomputes {site}, which is not possible: {reason}.")
         return LayerPlan(fingerprint(graph), found.actions, found.layer)
-
-
-def is_kept(action: Action) -> bool:
-    return isinstance(action, Keep)
 
 
 def policy_for(plan: str | Plan, min_bytes: int) -> Policy:

@@ -19,12 +19,13 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from megatron_adacc.codecs import Codec, Packed
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.replay import Loader, Replayer
 from megatron_adacc.runtime.errors import ModifiedTensorError, TraceMismatchError, modified
+from megatron_adacc.runtime.graph_walk import storages_of
 from megatron_adacc.runtime.weights import working_weight
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class Held:
             raise modified(self.site, self.tensor._version, self.version)
         return self.tensor
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,)
+    def stored_storages(self) -> tuple[UntypedStorage, ...]:
+        return storages_of(self.tensor)
 
 
 class Weight:
@@ -73,6 +74,9 @@ class Weight:
         if self.loader is None:
             return working_weight(self.tensor)
         return self.loader.of_tensor(self.tensor.detach())
+
+    def stored_storages(self) -> tuple[UntypedStorage, ...]:
+        return storages_of(self.tensor)
 
 
 class Packing:
@@ -109,9 +113,9 @@ class Packing:
         if not self.pending:
             self.decoded = None
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def stored_storages(self) -> tuple[UntypedStorage, ...]:
         extra = () if self.decoded is None else (self.decoded,)
-        return (*self.packed.tensors.values(), *extra)
+        return tuple(t.untyped_storage() for t in (*self.packed.tensors.values(), *extra))
 
 
 class Encoded:
@@ -139,6 +143,9 @@ class Encoded:
     def __del__(self) -> None:
         self.packing.forget(self.entry)
 
+    def stored_storages(self) -> tuple[UntypedStorage, ...]:
+        return self.packing.stored_storages()
+
 
 class Dropped:
     """A handle: nothing is held, ``rebuild`` makes the buffer when it is asked for."""
@@ -165,6 +172,9 @@ class Dropped:
     def __del__(self) -> None:
         self.rebuild.forget(self.loader.buffer, self.entry)
 
+    def stored_storages(self) -> tuple[UntypedStorage, ...]:
+        return self.rebuild.stored_storages()
+
 
 class Source:
     """A tensor from which recipes start, with the version that the forward saw."""
@@ -185,6 +195,9 @@ class Source:
                 "recomputed from it."
             )
         return self.tensor.detach()
+
+    def stored_storages(self) -> tuple[UntypedStorage, ...]:
+        return storages_of(self.tensor) if self.counted else ()
 
 
 class Rebuild:
@@ -247,9 +260,11 @@ class Rebuild:
         sources = self.sources
         return {b: sources[b].base() if b in sources else self.program.literal(b) for b in wanted}
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        inputs = [s.tensor for s in (self.sources or {}).values() if isinstance(s, Source) and s.counted]
-        return (*self.live.values(), *inputs)
+    def stored_storages(self) -> tuple[UntypedStorage, ...]:
+        found = [t.untyped_storage() for t in self.live.values()]
+        for source in (self.sources or {}).values():
+            found.extend(source.stored_storages())
+        return tuple(found)
 
 
 class Stash:
@@ -315,14 +330,10 @@ class Stash:
         """Let go of everything that only the forward needed, also after an exception."""
         self.sources, self.packings, self.rebuilds, self.weights = {}, {}, {}, {}
 
-    def live_tensors(self) -> list[Tensor]:
-        """Tensors that this call's handles hold now."""
-        found = []
-        for reference in self.owned:
-            owner = reference()
-            if owner is not None:
-                found.extend(owner.tensors())
-        return found
+    def stored_storages(self) -> list[UntypedStorage]:
+        """Storages that this call's handles hold now; some may occur twice."""
+        owners = (reference() for reference in self.owned)
+        return [storage for owner in owners if owner is not None for storage in owner.stored_storages()]
 
 
 def unpack(handle: Any) -> Tensor:

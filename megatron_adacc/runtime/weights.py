@@ -18,7 +18,7 @@ from torch import Tensor
 class WorkingWeight(Tensor):
     """An alias of a parameter whose attributes are the parameter's. Results of ops on it are plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _is_param = True  # isinstance(weight, torch.nn.Parameter) holds, as it does without the engine
     _working: Tensor
 
@@ -37,11 +37,13 @@ class WorkingWeight(Tensor):
 class _Carrier(Tensor):
     """Lives from the unpack hook to the tensor that autograd makes of its result."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _working: Tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return _alias(WorkingWeight, args[0]._working)
         plain = [a._working.detach() if isinstance(a, _Carrier) else a for a in args]
