@@ -1,10 +1,46 @@
-"""What every launch needs."""
+"""What launches have in common: the device, and arguments in the form that kernels take."""
 
 import contextlib
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from megatron_adacc.codecs.counter_random import keys_of
+from megatron_adacc.codecs.options import Rounding, Scale
+from megatron_adacc.codecs.symmetric import Symmetric
+
+TILE = 4096  # elements a program of a grouped format does
 
 
-def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
+def device_of(x: Tensor) -> contextlib.AbstractContextManager:
     """Makes x's GPU the current one while a kernel is launched; does nothing for a CPU tensor."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def raw(run: Tensor) -> tuple[Tensor, bool]:
+    """(the tensor a kernel gets, whether it is bfloat16 given as int16)."""
+    return (run.view(torch.int16), True) if run.dtype is torch.bfloat16 else (run, False)
+
+
+def limit_of(run: Tensor) -> float:
+    """The largest finite value of the tensor's dtype."""
+    return torch.finfo(run.dtype).max
+
+
+def signed_keys(seed: int) -> tuple[int, int]:
+    """The two 32-bit keys of a seed as int32 values, so that their argument type never changes."""
+    first, second = (key - (1 << 32) if key >= 1 << 31 else key for key in keys_of(seed))
+    return first, second
+
+
+def constants_of(form: Symmetric) -> dict[str, Any]:
+    """The compile-time constants of a symmetric format's encode kernel."""
+    return {
+        "BITS": form.bits,
+        "SIGNED": form.scale is Scale.SIGNED,
+        "STOCHASTIC": form.rounding is Rounding.STOCHASTIC,
+        "LARGE": form.large_factor,
+        "SMALL": form.small_factor,
+        "SPECIAL": form.special_factor,
+    }

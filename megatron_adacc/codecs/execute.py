@@ -57,7 +57,10 @@ def encode_run(
     `repeat`: how the tail is filled up, see Blocks.tail_of.
     """
     if cut.full:
-        _version(function, implementation, cut.full)(
+        call(
+            function,
+            implementation,
+            cut.full,
             cut.full_of(run),
             cut.full_codes(outputs.codes),
             *(tensor[: cut.full] for tensor in outputs.by_block),
@@ -82,32 +85,47 @@ def decode_run(
 ) -> None:
     """Call function(codes [blocks, part], *by_block, x [blocks, per, part]) to fill all of the run."""
     if cut.full:
-        _version(function, implementation, cut.full)(
-            cut.full_codes(codes), *(tensor[: cut.full] for tensor in by_block), cut.full_of(run)
-        )
+        by_full_block = [tensor[: cut.full] for tensor in by_block]
+        call(function, implementation, cut.full, cut.full_codes(codes), *by_full_block, cut.full_of(run))
     if cut.tail:
         tail = torch.empty(cut.tail_shape, dtype=run.dtype, device=run.device)
         function(cut.tail_codes(codes), *(tensor[cut.full :] for tensor in by_block), tail)
         cut.write_tail(run, tail)
 
 
-def _version(function: BlockFunction, implementation: Implementation, blocks: int) -> Callable[..., None]:
-    if implementation is Implementation.COMPILED and blocks >= LEAST_BLOCKS:
-        return compiled(function.func, **function.keywords)
-    return function
+def call(
+    function: BlockFunction, implementation: Implementation, blocks: int, *tensors: Tensor
+) -> None:
+    """Call function(*tensors) for full blocks, compiled if `implementation` says so.
+
+    Tensors whose first dimension is `blocks` long are dynamic in that dimension, all other sizes are fixed.
+    """
+    if implementation is not Implementation.COMPILED or blocks < LEAST_BLOCKS:
+        function(*tensors)
+        return
+    fixed = tuple(None if tensor.shape[0] != blocks else tuple(tensor.shape[1:]) for tensor in tensors)
+    for tensor, sizes in zip(tensors, fixed, strict=True):
+        if sizes is not None:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    compiled(function.func, fixed, tuple(tensor.dtype for tensor in tensors), **function.keywords)(*tensors)
 
 
 @functools.cache
-def compiled(function: Callable[..., None], **options: object) -> Callable[..., None]:
-    """`function` compiled for one set of options.
+def compiled(
+    function: Callable[..., None],
+    sizes: tuple[tuple[int, ...] | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    **options: object,
+) -> Callable[..., None]:
+    """`function` compiled for one set of options, fixed sizes and dtypes.
 
-    Compilations are counted per code object and limited; each set of options therefore gets a code object of
+    Compilations are counted per code object and limited; each set therefore gets a code object of
     its own. Cached, because the result depends on the arguments alone.
     """
 
     def run(*tensors: Tensor) -> None:
         function(*tensors, **options)
 
-    name = "_".join([function.__name__, *(f"{key}_{value}" for key, value in options.items())])
+    name = f"{function.__name__}_{abs(hash((sizes, dtypes, tuple(options.items()))))}"
     own = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
-    return torch.compile(own, dynamic=True, fullgraph=True)
+    return torch.compile(own, fullgraph=True)

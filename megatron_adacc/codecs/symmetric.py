@@ -1,0 +1,175 @@
+"""Symmetric quantization of blocks: the arithmetic that group, outlier and channel formats share.
+
+For codes of b bits let half = 2**(b-1); codes go from -half to half - 1. In a block, over its finite elements,
+
+    high = max(0, max x)      low = max(0, max -x)
+    paper:    S = max(high, low) / half
+    signed:   S = max(low / half, high / reach)      if low >= high, else   -max(high / half, low / reach)
+    q = clip(round(x / S), -half, half - 1)          decoded: q S
+
+*signed* turns the sign of S so that the element of largest magnitude falls on code -half. `reach` is the
+largest x / S that the other side can hold without an error above |S| / 2: half - 1/2 with nearest rounding,
+half - 1 with stochastic rounding, which must never clip or it would be biased. For 2 bits with nearest
+rounding it is half, which clips, because that has the smaller squared error there (docs/codecs.md).
+
+|S| is at least 2**-126, the smallest normal float32: a block of zeros then needs no special case, and S with
+exponent bits zero is free for a *special* block, one that holds inf or NaN. Its codes -half, 1 - half and
+half - 1 stand for NaN, -inf and +inf, the finite elements use the levels between them, and
+
+    S = max(high, low) / (half - 2 + 1/2)     rounded up to 14 bits of mantissa
+    stored: (bits of S) >> 9, 22 bits in the mantissa of a float32 whose exponent bits are zero
+
+Example, b = 4, signed: x = 3 -8 7 1  ->  low 8, high 7, S = 1, q = 3 -8 7 1.
+Example, b = 4, paper:  x = 8 -4 1    ->  S = 1, q = 7 (clipped) -4 1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_adacc.codecs.blocks import pack, unpack
+from megatron_adacc.codecs.counter_random import uniform
+from megatron_adacc.codecs.options import Rounding, Scale
+
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SPECIAL_SCALE = 2.0**127
+EXPONENT_BITS = 0x7F800000
+SPECIAL_SHIFT = 9
+SPECIAL_MASK = 0x3FFFFF
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """The constants of one symmetric format.
+
+    Attributes:
+        bits: of a code: 2, 4 or 8.
+        scale, rounding: see the module docstring.
+    """
+
+    bits: int
+    scale: Scale
+    rounding: Rounding
+
+    @property
+    def half(self) -> int:
+        """The lowest code is -half, the highest half - 1."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def per(self) -> int:
+        """Codes in a byte."""
+        return 8 // self.bits
+
+    @property
+    def large_factor(self) -> float:
+        """S is at least the larger side times this."""
+        return 1.0 / self.half
+
+    @property
+    def small_factor(self) -> float:
+        """S is at least the smaller side times this; rounded up to a float32, so that x / S <= reach."""
+        if self.scale is Scale.PAPER:
+            return self.large_factor
+        if self.rounding is Rounding.STOCHASTIC:
+            return float32_above(1.0 / (self.half - 1))
+        return self.large_factor if self.bits == 2 else float32_above(1.0 / (self.half - 0.5))
+
+    @property
+    def special_levels(self) -> int:
+        """A special block's finite codes go from -special_levels to special_levels."""
+        return self.half - 2
+
+    @property
+    def special_factor(self) -> float:
+        """S of a special block is its largest magnitude times this."""
+        if self.rounding is Rounding.STOCHASTIC and self.special_levels:
+            return float32_above(1.0 / self.special_levels)
+        return float32_above(1.0 / (self.special_levels + 0.5))
+
+
+def float32_above(value: float) -> float:
+    """The float32 next to `value` on the side away from zero, as a Python float; value > 0."""
+    exact = torch.tensor(value, dtype=torch.float64)
+    near = exact.to(torch.float32)
+    if near.to(torch.float64) < exact:
+        near = torch.nextafter(near, torch.tensor(torch.inf))
+    return float(near)
+
+
+def encode_blocks(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    draw: Tensor | None = None,
+    excluded: Tensor | None = None,
+    *,
+    bits: int,
+    signed: bool,
+    stochastic: bool,
+    factors: tuple[float, float, float],
+) -> None:
+    """Reference encode.
+
+    Args:
+        x: float [blocks, per, part] or [blocks, per, part, inner]; one scale for each (per, part).
+        codes: uint8 [blocks, part] or [blocks, part, inner], written.
+        scales: float32 [blocks] or [blocks, inner], written.
+        draw: int64 [3], see counter_random; for stochastic rounding.
+        excluded: bool, broadcast to x; these elements count and are stored as zero.
+        bits, signed, stochastic: the format.
+        factors: its (large, small, special) factors.
+    """
+    half = 1 << (bits - 1)
+    large_factor, small_factor, special_factor = factors
+    x = x.to(torch.float32)
+    if excluded is not None:
+        x = torch.where(excluded, 0.0, x)
+    finite = x.abs() < torch.inf
+    value = torch.where(finite, x, 0.0)
+    high = value.amax((1, 2), keepdim=True).clamp_min(0.0)
+    low = -value.amin((1, 2), keepdim=True).clamp_max(0.0)
+    special = torch.where(finite, 0, 1).amax((1, 2), keepdim=True) > 0
+    largest = torch.maximum(high, low)
+    scale = largest * large_factor
+    if signed:
+        scale = torch.maximum(scale, torch.minimum(high, low) * small_factor)
+    scale = scale.clamp_min(SMALLEST_SCALE)
+    if signed:
+        scale = torch.where(high > low, -scale, scale)
+    special_scale = (largest * special_factor).clamp(SMALLEST_SCALE, LARGEST_SPECIAL_SCALE)
+    payload = (special_scale.view(torch.int32) + ((1 << SPECIAL_SHIFT) - 1)) >> SPECIAL_SHIFT
+    step = torch.where(special, (payload << SPECIAL_SHIFT).view(torch.float32), scale)
+    quotient = value / step
+    if stochastic:
+        assert draw is not None
+        rounded = torch.floor(quotient + uniform(draw, quotient.shape))
+    else:
+        rounded = torch.round(quotient)
+    lowest = torch.where(special, 2 - half, -half)
+    highest = torch.where(special, half - 2, half - 1)
+    code = torch.minimum(torch.maximum(rounded.to(torch.int32), lowest), highest)
+    code = torch.where(finite, code, torch.where(x > 0, half - 1, torch.where(x < 0, 1 - half, -half)))
+    codes.copy_(pack(code, bits, 1))
+    stored = torch.where(special, payload.view(torch.float32), scale)
+    scales.copy_(stored.squeeze(2).squeeze(1))
+
+
+def decode_blocks(codes: Tensor, scales: Tensor, x: Tensor, *, bits: int) -> None:
+    """Reference decode: the reverse of encode_blocks; writes x [blocks, per, part(, inner)] of any float dtype.
+
+    Values beyond the range of x's dtype become its largest finite values.
+    """
+    half = 1 << (bits - 1)
+    code = (unpack(codes, bits, 8 // bits, 1) ^ half) - half
+    stored = scales.unsqueeze(1).unsqueeze(1)
+    pattern = stored.view(torch.int32)
+    special = (pattern & EXPONENT_BITS) == 0
+    step = torch.where(special, ((pattern & SPECIAL_MASK) << SPECIAL_SHIFT).view(torch.float32), stored)
+    limit = torch.finfo(x.dtype).max
+    value = (code.to(torch.float32) * step).clamp(-limit, limit)
+    value = torch.where(special & (code == -half), torch.nan, value)
+    value = torch.where(special & (code == 1 - half), -torch.inf, value)
+    value = torch.where(special & (code == half - 1), torch.inf, value)
+    x.copy_(value.to(x.dtype))
