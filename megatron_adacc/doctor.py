@@ -212,13 +212,13 @@ def _package_problems(machine: Machine, on_cuda: bool) -> list[Problem]:
 def _compiler_problems(machine: Machine, on_cuda: bool) -> list[Problem]:
     python = "python" + ".".join(machine.python_version.split(".")[:2])
     needs = "torch.compile, and so Megatron's fused functions," + (" and Triton" if on_cuda else "")
-    if machine.cxx_path is None:
+    if machine.compiler.path is None:
         message = (
-            f"There is no C++ compiler ({machine.cxx}), which {needs} need; on Debian and Ubuntu, "
+            f"There is no C++ compiler ({machine.compiler.name}), which {needs} need; on Debian and Ubuntu, "
             "apt-get install g++, or name one with CXX."
         )
         return [Problem(Severity.WARNING, "C++ compiler", message)]
-    if not machine.python_headers:
+    if not machine.compiler.python_headers:
         message = (
             f"The headers of this Python (Python.h) are missing, which {needs} need; on Debian and Ubuntu, "
             f"apt-get install {python}-dev."
@@ -239,8 +239,8 @@ def _rows(machine: Machine, on_cuda: bool, device: str, backend: str, transforme
     layers = f"layer implementation {transformer_impl}"
     if on_cuda and transformer_impl == "local":
         layers += " (pass --transformer-impl local)"
-    compiler = machine.cxx_path or "none"
-    if machine.cxx_path and not machine.python_headers:
+    compiler = machine.compiler.path or "none"
+    if machine.compiler.path and not machine.compiler.python_headers:
         compiler += ", without Python.h"
     return (
         Row("megatron-adacc", f"{machine.adacc_version} in {machine.adacc_location}", "this command"),
@@ -256,7 +256,7 @@ def _rows(machine: Machine, on_cuda: bool, device: str, backend: str, transforme
         ),
         Row("apex", _describe(packages["apex"]), _apex_use(packages["apex"], on_cuda)),
         Row("triton", _describe(packages["triton"]), "GPU kernels" if on_cuda else "not used without a GPU"),
-        Row("C++ compiler", compiler, "torch.compile" if machine.cxx_path else "not used"),
+        Row("C++ compiler", compiler, "torch.compile" if machine.compiler.works else "not used"),
         Row("ortools", _describe(packages["ortools"]), "the planner"),
         Row("tokenizers", _describe(packages["tokenizers"]), "prepare-data"),
         Row("transformers", _describe(packages["transformers"]), "Megatron's HuggingFaceTokenizer"),

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import platform
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -94,6 +93,20 @@ class Torch:
 
 
 @dataclass(frozen=True)
+class Compiler:
+    """The C++ compiler that torch.compile calls for the CPU: `path` is None if there is no such command."""
+
+    name: str
+    path: str | None
+    python_headers: bool
+
+    @property
+    def works(self) -> bool:
+        """Whether torch.compile can build for the CPU: what it builds includes Python.h."""
+        return self.path is not None and self.python_headers
+
+
+@dataclass(frozen=True)
 class Unmet:
     """A requirement of megatron-adacc that this environment does not fulfil; `found` is None if absent."""
 
@@ -125,9 +138,7 @@ class Machine:
     packages: Mapping[str, Package]
     unmet: tuple[Unmet, ...]
     dataset_helper: bool
-    cxx: str
-    cxx_path: str | None
-    python_headers: bool
+    compiler: Compiler
 
 
 def has_code_for(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
@@ -162,7 +173,6 @@ def inspect_machine() -> Machine:
         packages = {name: probe.result() for name, probe in probes.items()}
     package_folder = Path(__file__).resolve().parent
     setup_script = package_folder.parent / "scripts" / "setup.sh"
-    cxx = os.environ.get("CXX", "g++")  # as torch.compile chooses it
     return Machine(
         adacc_version=_distribution_version("megatron-adacc") or "not installed",
         adacc_location=str(package_folder),
@@ -179,10 +189,15 @@ def inspect_machine() -> Machine:
         packages=packages,
         unmet=unmet_requirements(),
         dataset_helper=_has_dataset_helper(),
-        cxx=cxx,
-        cxx_path=shutil.which((shlex.split(cxx) or [""])[0]),
-        python_headers=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
+        compiler=find_compiler(),
     )
+
+
+def find_compiler() -> Compiler:
+    """The compiler that torch.compile would take (CXX, else g++, and no other), without importing torch."""
+    name = os.environ.get("CXX", "g++")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return Compiler(name, shutil.which(name), headers.is_file())
 
 
 def inspect_package(name: str, module: str, version_module: str) -> Package:

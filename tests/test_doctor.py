@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megatron_adacc import doctor, machine
-from megatron_adacc.machine import Gpu, Package, State, Torch, Unmet
+from megatron_adacc.machine import Compiler, Gpu, Package, State, Torch, Unmet
 
 CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 CUDA_12_6 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -39,9 +39,7 @@ CPU_MACHINE = machine.Machine(
     },
     unmet=(),
     dataset_helper=True,
-    cxx="g++",
-    cxx_path="/usr/bin/g++",
-    python_headers=True,
+    compiler=Compiler("g++", "/usr/bin/g++", True),
 )
 
 
@@ -68,31 +66,6 @@ def gpu_machine(name: str, capability: tuple[int, int], cuda: str, architectures
 V100_CUDA_13 = gpu_machine("Tesla V100-SXM2-32GB", (7, 0), "13.0", CUDA_13)
 V100_CUDA_12_6 = gpu_machine("Tesla V100-SXM2-32GB", (7, 0), "12.6", CUDA_12_6)
 H200 = gpu_machine("NVIDIA H200", (9, 0), "13.0", CUDA_13)
-
-
-@pytest.mark.parametrize(
-    ("capability", "architectures", "runs"),
-    [
-        ((7, 0), CUDA_13, False),
-        ((7, 0), CUDA_12_6, True),
-        ((7, 5), CUDA_13, True),
-        ((8, 6), ("sm_80",), True),  # machine code runs on a later minor version,
-        ((8, 0), ("sm_86",), False),  # not on an earlier one,
-        ((9, 0), ("sm_80", "sm_86"), False),  # nor on another major version;
-        ((9, 0), ("sm_80", "compute_80"), True),  # PTX runs on all later ones
-        ((7, 0), ("compute_80",), False),
-        ((9, 0), ("sm_90a",), True),
-        ((10, 3), ("sm_100",), True),
-        ((10, 3), ("sm_100a",), False),
-        ((10, 3), ("sm_100f",), True),
-        ((12, 0), ("sm_100f",), False),
-        ((12, 0), ("compute_100a",), False),
-        ((12, 0), ("gfx942",), False),
-        ((12, 0), (), False),
-    ],
-)
-def test_has_code_for(capability, architectures, runs):
-    assert machine.has_code_for(capability, architectures) is runs
 
 
 def test_a_machine_without_gpu_trains_on_the_cpu():
@@ -245,13 +218,13 @@ def test_transformer_engine_is_used_from_compute_capability_8_0_on():
             "'triton'.",
         ),
         (
-            change(cxx="c++-99", cxx_path=None),
+            change(compiler=Compiler("c++-99", None, True)),
             "warning",
             "There is no C++ compiler (c++-99), which torch.compile, and so Megatron's fused functions, need; on "
             "Debian and Ubuntu, apt-get install g++, or name one with CXX.",
         ),
         (
-            dataclasses.replace(H200, python_headers=False),
+            dataclasses.replace(H200, compiler=Compiler("g++", "/usr/bin/g++", False)),
             "warning",
             "The headers of this Python (Python.h) are missing, which torch.compile, and so Megatron's fused "
             "functions, and Triton need; on Debian and Ubuntu, apt-get install python3.12-dev.",
@@ -269,15 +242,6 @@ def test_a_broken_torch_is_not_reported_a_second_time_as_a_broken_megatron():
     broken = Package("torch", State.BROKEN, "2.14.1", reason="ImportError: torch")
     diagnosis = doctor.diagnose(dataclasses.replace(facts, torch=None, torch_package=broken))
     assert [problem.part for problem in diagnosis.problems] == ["torch"]
-
-
-def test_driver_version_is_read_from_the_kernels_file(tmp_path):
-    version = tmp_path / "version"
-    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n")
-    assert machine.nvidia_driver_version(version) == "550.54.15"
-    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)\n")
-    assert machine.nvidia_driver_version(version) == "580.95.05"
-    assert machine.nvidia_driver_version(tmp_path / "absent") is None
 
 
 @pytest.fixture(scope="module")
@@ -368,23 +332,6 @@ def test_the_report_is_readable_when_the_table_library_is_missing(monkeypatch, c
     assert "torch: 2.14.1+cu130, built for CUDA 13.0; device cuda, backend nccl" in lines
     assert lines[-2].startswith("error: GPU 0 (Tesla V100-SXM2-32GB, compute capability 7.0) cannot run")
     assert lines[-1] == "pretrain_gpt.py cannot run here until the errors above are mended."
-
-
-def test_a_package_that_kills_the_interpreter_is_reported(tmp_path, monkeypatch):
-    (tmp_path / "deadly.py").write_text("import os; os.kill(os.getpid(), 11)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
-    package = machine.inspect_package("deadly", "deadly", "deadly")
-    assert (package.state, package.reason) == (State.BROKEN, "import deadly was ended by signal 11")
-
-
-def test_a_package_that_hangs_is_reported(tmp_path, monkeypatch):
-    (tmp_path / "endless.py").write_text("import time; time.sleep(600)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(machine, "IMPORT_TIMEOUT_S", 1.0)
-    package = machine.inspect_package("endless", "endless", "endless")
-    assert (package.state, package.reason) == (State.BROKEN, "import endless did not end within 1 s")
 
 
 def test_json_into_a_missing_folder_is_a_user_error(tmp_path, monkeypatch, capsys):
