@@ -36,7 +36,7 @@ _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its path, its name in messages, its size, and when it was last changed (ns since 1970)."""
+    """One file: its real path, its name in messages, its size, and when it was last changed (ns since 1970)."""
 
     path: str
     name: str
@@ -46,7 +46,7 @@ class Source:
     @property
     def has_lines(self) -> bool:
         """Whether each line is a document (JSON lines), and not the file."""
-        return self.path.lower().endswith(_LINE_SUFFIXES)
+        return self.name.lower().endswith(_LINE_SUFFIXES)
 
 
 class Skipped:
@@ -109,10 +109,10 @@ def standard_library_name() -> str:
 
 
 def signature(sources: Iterable[Source]) -> str:
-    """SHA-256 over names, sizes and times of change: another value means that the files have changed."""
+    """SHA-256 over paths, sizes and times of change: another value means that the files have changed."""
     digest = hashlib.sha256()
     for source in sources:
-        digest.update(os.fsencode(source.name))
+        digest.update(os.fsencode(source.path))
         digest.update(f"\0{source.size_bytes}\0{source.mtime_ns}\0".encode())
     return digest.hexdigest()
 
@@ -314,6 +314,6 @@ def _as_sources(paths: Iterable[str], top: str, seen: set[str], skipped: Skipped
             skipped.add(name, "unreadable", error.strerror or "")
             continue
         if stat.S_ISREG(status.st_mode):
-            yield Source(path, name, status.st_size, status.st_mtime_ns)
+            yield Source(real, name, status.st_size, status.st_mtime_ns)
         else:
             skipped.add(name, "not a regular file")

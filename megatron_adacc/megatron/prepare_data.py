@@ -61,8 +61,10 @@ TOKENIZER = "tokenizer"
 # Megatron keeps its sample indices in a folder named like the prefix. They go when the data set is replaced,
 # as they must: Megatron looks them up by the path of the data set, not by what is in it.
 _WRITTEN = frozenset({MANIFEST, f"{PREFIX}.bin", f"{PREFIX}.idx", TOKENIZER, PREFIX})
-# Megatron's default --split gives 3 % of the documents to validation and 0.1 % to test.
-_FEW_DOCUMENTS = 34
+# Megatron's default --split is 969,30,1 and it rounds: of fewer documents, none are left for the test set, and
+# megatron-core 0.19.2 counts the epochs of an empty set for ever (GPTDataset._get_num_epochs).
+_ENOUGH_FOR_DEFAULT_SPLIT = 501
+_ENOUGH_FOR_VALIDATION = 10
 
 
 @dataclass(frozen=True)
@@ -133,19 +135,14 @@ def run(args: argparse.Namespace) -> int:
     request = _request(args, skipped)
     output = request.output
     try:
-        manifest = None if args.force else _find_complete(request, console)
-        if manifest is not None:
+        manifest = _read_manifest(output)
+        if manifest is not None and not args.force and _why_stale(request, manifest) is None:
             sys.stdout.write(f"{output} is complete already, from the same options and files.\n")
         else:
             _check_replaceable(output)
             output.resolve().parent.mkdir(parents=True, exist_ok=True)
             with atomic.sole_writer(output, on_wait=lambda: _say(console, f"Waiting for another writer of {output}.")):
-                # Asked again: the writer that we may have waited for may have made just this.
-                manifest = None if args.force else _find_complete(request, console)
-                if manifest is None:
-                    _check_replaceable(output)
-                    with atomic.atomic_folder(output) as folder:
-                        manifest = _build(request, folder, skipped, console)
+                manifest = _make(request, args.force, skipped, console)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(
@@ -153,10 +150,12 @@ def run(args: argparse.Namespace) -> int:
             f"{'free some space or ' if full else ''}choose another folder."
         ) from error
     prefix, tokenizer = (shlex.quote(printable(str(output / name))) for name in (PREFIX, TOKENIZER))
+    split = _split_flags(manifest["documents"])
     sys.stdout.write(
-        f"{manifest['documents']:,} documents, {decimal(manifest['bytes'])} of text, {manifest['tokens']:,} tokens, "
-        f"{manifest['vocab_size']:,} tokenizer entries. Train on it with\n"
-        f"  --data-path {prefix} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}\n"
+        f"{_count(manifest['documents'], 'document')}, {decimal(manifest['bytes'])} of text, "
+        f"{manifest['tokens']:,} tokens, {manifest['vocab_size']:,} tokenizer entries. Train on it with\n"
+        f"  --data-path {prefix} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}"
+        f"{' ' if split else ''}{split}\n"
     )
     return 0
 
@@ -199,15 +198,12 @@ def _read_manifest(output: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _find_complete(request: Request, console: Console) -> dict[str, Any] | None:
-    """The manifest of the data set in DIR if it is the one requested and whole; None if it is to be made.
+def _why_stale(request: Request, manifest: dict[str, Any]) -> str | None:
+    """Why the data set in DIR is not the requested one, with the same options; None if it is.
 
     Raises:
-        UserError: DIR is not ours, or was made with other options.
+        UserError: it was made with other options.
     """
-    manifest = _read_manifest(request.output)
-    if manifest is None:
-        return None
     wanted, found = request.options.as_json(), manifest.get("options")
     if found != wanted:
         found = found if isinstance(found, dict) else {}
@@ -219,14 +215,11 @@ def _find_complete(request: Request, console: Console) -> dict[str, Any] | None:
             "or another --output."
         )
     if manifest.get("format_version") != FORMAT_VERSION:
-        reason = "it was made by another version of this command"
-    elif manifest.get("inputs_sha256") != signature(request.files):
-        reason = "its input files have changed"
-    elif not _is_whole(request.output, manifest):
-        reason = "files in it are missing or damaged"
-    else:
-        return manifest
-    _say(console, f"{request.output} is made anew: {reason}.")
+        return "it was made by another version of this command"
+    if manifest.get("inputs_sha256") != signature(request.files):
+        return "its input files have changed"
+    if not _is_whole(request.output, manifest):
+        return "files in it are missing or damaged"
     return None
 
 
@@ -252,6 +245,19 @@ def _check_replaceable(output: Path) -> None:
         )
 
 
+def _make(request: Request, force: bool, skipped: Skipped, console: Console) -> dict[str, Any]:
+    """The manifest of the data set in DIR, made now unless the writer that we waited for has made it."""
+    manifest = _read_manifest(request.output)
+    if manifest is not None and not force:
+        reason = _why_stale(request, manifest)
+        if reason is None:
+            return manifest
+        _say(console, f"{request.output} is made anew: {reason}.")
+    _check_replaceable(request.output)
+    with atomic.atomic_folder(request.output) as folder:
+        return _build(request, folder, skipped, console)
+
+
 def _build(request: Request, folder: Path, skipped: Skipped, console: Console) -> dict[str, Any]:
     """Write everything into `folder` and return the manifest."""
     options = request.options
@@ -260,7 +266,8 @@ def _build(request: Request, folder: Path, skipped: Skipped, console: Console) -
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bytes_in_files = sum(file.size_bytes for file in request.files)
         _say_plainly(
-            console, f"Reading {len(request.files):,} files ({decimal(bytes_in_files)}) of {printable(request.source)}."
+            console,
+            f"Reading {_count(len(request.files), 'file')} ({decimal(bytes_in_files)}) of {printable(request.source)}.",
         )
         reading = progress.add_task("Reading text", total=bytes_in_files)
 
@@ -273,8 +280,8 @@ def _build(request: Request, folder: Path, skipped: Skipped, console: Console) -
         _report_skipped(skipped, console)
         if len(corpus) == 0:
             raise UserError(
-                f"There are no documents: none of the {len(request.files)} files of {printable(request.source)} has text in "
-                "UTF-8 to offer; name others with --input."
+                f"There are no documents: none of the {len(request.files)} files of {printable(request.source)} "
+                "has text in UTF-8 to offer; name others with --input."
             )
         vocab_size = tokenizer.get_vocab_size()
         if vocab_size < options.vocab_size:
@@ -283,15 +290,15 @@ def _build(request: Request, folder: Path, skipped: Skipped, console: Console) -
                 f"The text is too small for {options.vocab_size:,} tokenizer entries: there are {vocab_size:,}. "
                 "Megatron pads its own vocabulary, so nothing needs to change.",
             )
-        if len(corpus) < _FEW_DOCUMENTS:
+        if split := _split_flags(len(corpus)):
             _say(
                 console,
-                f"Megatron splits by documents, and there are only {len(corpus)}: use --split 1,0,0 and "
-                "--eval-iters 0, or give more files.",
+                f"Megatron splits by documents and hangs on an empty part, which {_count(len(corpus), 'document')} "
+                f"cannot avoid under its default --split: use {split}, or give more files.",
             )
         save_tokenizer(tokenizer, folder / TOKENIZER)
 
-        _say_plainly(console, f"Writing {len(corpus):,} documents with {vocab_size:,} tokenizer entries.")
+        _say_plainly(console, f"Writing {_count(len(corpus), 'document')} with {vocab_size:,} tokenizer entries.")
         writing = progress.add_task("Writing tokens", total=sum(map(corpus.length, range(len(corpus)))))
 
         def shuffled() -> Iterator[str]:
@@ -334,6 +341,17 @@ def _report_skipped(skipped: Skipped, console: Console) -> None:
         _say(console, f"  {line}")
     if total > len(skipped.first):
         _say(console, f"  and {total - len(skipped.first):,} more")
+
+
+def _split_flags(documents: int) -> str:
+    """The flags that keep Megatron from an empty validation or test set; "" where its defaults do."""
+    if documents >= _ENOUGH_FOR_DEFAULT_SPLIT:
+        return ""
+    return "--split 9,1,0" if documents >= _ENOUGH_FOR_VALIDATION else "--split 1,0,0 --eval-iters 0"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _say(console: Console, message: str) -> None:
