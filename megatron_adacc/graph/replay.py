@@ -20,7 +20,7 @@ from megatron_adacc.graph import schema
 from megatron_adacc.graph.model import Buffer, LayerGraph, Op, Tagged, View
 from megatron_adacc.graph.recipes import Group
 from megatron_adacc.graph.storages import flatten_tensors
-from megatron_adacc.graph.tracer import CALL_PREFIX, EMPTY_NAMES, wait_for
+from megatron_adacc.graph.tracer import CALL_PREFIX, COMPILED, EMPTY_NAMES, wait_for
 
 POISON = 0xA5  # fills what `empty` returns while a recipe is verified: luck must not pass for proof
 
@@ -97,6 +97,10 @@ def _poison(tensor: Tensor) -> None:
     empty.set_(tensor.untyped_storage(), 0, (nbytes,), (1,)).fill_(POISON)
 
 
+def _compiled(compiled_graph: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+    return compiled_graph(list(inputs))
+
+
 def _copy_storage(base: Tensor) -> Tensor:
     storage = base.untyped_storage().clone()
     empty = torch.empty(0, dtype=base.dtype, device=base.device)
@@ -128,8 +132,8 @@ class _Step:
         if op.target.startswith(CALL_PREFIX):
             self.module_path = op.target.removeprefix(CALL_PREFIX)
         else:
-            self.function: Callable[..., Any] = schema.find_op(op.target)
-            self.empty = op.target.split(".")[1] in EMPTY_NAMES
+            self.function: Callable[..., Any] = _compiled if op.target == COMPILED else schema.find_op(op.target)
+            self.empty = op.target != COMPILED and op.target.split(".")[1] in EMPTY_NAMES
 
     def _compile(self, argument: Any) -> Any:
         if isinstance(argument, View):

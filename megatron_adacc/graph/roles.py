@@ -33,7 +33,9 @@ RANDOM = frozenset({"bernoulli_", "bernoulli", "native_dropout", "_fused_dropout
 
 
 def op_leaf(op: Op) -> str:
-    return op.target.split(".")[1] if "." in op.target and not op.target.startswith("call ") else op.target
+    """``mm`` for ``aten.mm.default``; the whole target for what is no op of a library."""
+    parts = op.target.split(".")
+    return parts[1] if len(parts) == 3 and " " not in op.target else op.target
 
 
 def with_roles(graph: LayerGraph) -> LayerGraph:

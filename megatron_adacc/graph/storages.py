@@ -66,7 +66,7 @@ def extent_bytes(tensor: Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return int((last + 1) * tensor.element_size())
+    return (int(last) + 1) * tensor.element_size()
 
 
 def named_tensors(module: nn.Module) -> Iterator[Named]:

@@ -10,6 +10,8 @@ The tracer changes nothing about the forward that it watches: the call is the tr
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,14 +20,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_adacc.graph import schema
+from megatron_adacc.graph.compiled import observed_calls, written_inputs
 from megatron_adacc.graph.external import External
-from megatron_adacc.graph.model import Argument, LayerGraph, Op, Origin, View
+from megatron_adacc.graph.model import Argument, LayerGraph, Op, Origin, View, views_in
 from megatron_adacc.graph.recorder import Recorder
-from megatron_adacc.graph.roles import with_roles
+from megatron_adacc.graph.roles import op_leaf, with_roles
 from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage, named_tensors
 from megatron_adacc.graph.submodules import ModulePaths
 
 EMPTY_NAMES = frozenset(name.split("::")[1] for name in schema.EMPTY_OPS)
+DRAWS = "draws random numbers"
+COMPILED = "compiled"  # target of a torch.compile region
 CALL_PREFIX = "call "  # target of an opaque submodule: "call mlp.norm"
 
 
@@ -62,6 +67,9 @@ class Tracer(Recorder, TorchDispatchMode):
         self._module = module
         self._host_values: list[object] = []
         self._host_reader: str | None = None
+        self._compiled = contextlib.ExitStack()
+        self._inside_compiled = False
+        self._compiled_draws = False
         TorchDispatchMode.__init__(self)
         Recorder.__init__(self, module, args, kwargs)
 
@@ -69,18 +77,28 @@ class Tracer(Recorder, TorchDispatchMode):
     def _path(self) -> str:
         return self._paths.current
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile must run what it compiled, as it does in training, although a mode is active."""
+        return True
+
     def __enter__(self) -> Tracer:
         self._paths.install()
+        self._compiled.enter_context(observed_calls(self._compiled_call))
         return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
+        self._compiled.close()
         self._paths.remove()
 
     # ---- what is seen ----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._inside_compiled:
+            self._compiled_draws |= isinstance(func, torch._ops.OpOverload) and schema.draws_random(func, args, kwargs)
+            return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             result = func(*args, **kwargs)
             self._record_unknown(str(func), result)
@@ -101,10 +119,14 @@ class Tracer(Recorder, TorchDispatchMode):
             for _, t in flatten_tensors(a, "")
             if has_plain_storage(t)
         ]
-        self._record(func, site, encoded_args, encoded_kwargs, barrier, written, result)
+        self._add_op(
+            schema.overload_name(func), site, encoded_args, encoded_kwargs, barrier, written, result,
+            schema.overwrites_all(func), schema.is_collective(func),
+        )  # fmt: skip
         if name in schema.HOST_READS:
             self._host_values.append(result if not isinstance(result, (Tensor, tuple, list)) else None)
-            self._host_reader = self._host_reader or site
+            if self._host_reader is None and self._depends_on_the_call(encoded_args):
+                self._host_reader = site
         return result
 
     def finish(self, output: Any) -> Traced:
@@ -129,7 +151,7 @@ class Tracer(Recorder, TorchDispatchMode):
         if name == "aten::native_dropout" and not args[2]:
             return None
         if schema.draws_random(func, args, kwargs):
-            return "draws random numbers"
+            return DRAWS
         if name in schema.NOT_REPEATABLE:
             return "pairs with a call on another rank"
         if name in schema.UNDECLARED_WRITES:
@@ -137,21 +159,60 @@ class Tracer(Recorder, TorchDispatchMode):
         if name in ("aten::set_", "aten::resize_"):
             return "changes a storage"
         if any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values())):
-            return "draws random numbers"
-        if self._host_reader is not None:
-            return f"follows a value read by the host at {self._host_reader}"
+            return DRAWS
         for _, tensor in (*flatten_tensors(args, ""), *flatten_tensors(kwargs, "")):
             if not has_plain_storage(tensor):
                 return "takes a tensor that is not plain"
-        return None
+        return self._host_barrier()
 
-    def _record(
-        self, func: Any, site: str, args: Any, kwargs: Any, barrier: str | None, written: list[Tensor],
-        result: Any,
+    def _host_barrier(self) -> str | None:
+        if self._host_reader is None:
+            return None
+        return f"follows a value read by the host at {self._host_reader}"
+
+    def _depends_on_the_call(self, args: tuple[Argument, ...]) -> bool:
+        """Whether tensors in ``args`` follow from the layer's arguments, its parameters or random numbers. A
+        tensor that only came from outside, such as a generator's state, says nothing about this call."""
+        pending = [view.buffer for view in views_in(args)]
+        seen: set[int] = set()
+        while pending:
+            buffer = self._buffers[pending.pop()]
+            if buffer.index in seen:
+                continue
+            seen.add(buffer.index)
+            if buffer.writer is None:
+                if buffer.origin not in (Origin.OPAQUE, Origin.LITERAL):
+                    return True
+                continue
+            op = self._ops[buffer.writer]
+            if op.barrier == DRAWS:
+                return True
+            pending.extend(op.reads)
+        return False
+
+    def _compiled_call(self, compiled: Any, inputs: list[Any], run: Callable[[], Any]) -> Any:
+        """One call of a compiled graph becomes one op."""
+        if self._inside_compiled or not all(has_plain_storage(t) for t in inputs if isinstance(t, Tensor)):
+            return run()
+        site = self._site(COMPILED)
+        args = (self._object(compiled), tuple(self._encode(v) for v in inputs))
+        written = [inputs[i] for i in written_inputs(compiled)]
+        self._inside_compiled, self._compiled_draws = True, False
+        try:
+            result = run()
+        finally:
+            self._inside_compiled = False
+        barrier = DRAWS if self._compiled_draws else self._host_barrier()
+        self._add_op(COMPILED, site, args, (), barrier, written, result)
+        return result
+
+    def _add_op(
+        self, target: str, site: str, args: Any, kwargs: Any, barrier: str | None, written: list[Tensor],
+        result: Any, overwriting: bool = False, collective: bool = False,
     ) -> None:  # fmt: skip
         """Add the op, unless it wrote nothing: a view, or a question about a tensor."""
         index = len(self._ops)
-        mutates, overwrites = self._record_writes(func, site, index, written)
+        mutates, overwrites = self._record_writes(site, index, written, overwriting)
         outputs: list[int | None] = []
         for i, (_, tensor) in enumerate(flatten_tensors(result, "")):
             if not has_plain_storage(tensor) or self._known(tensor):
@@ -164,16 +225,15 @@ class Tracer(Recorder, TorchDispatchMode):
         if not mutates and all(o is None for o in outputs):
             return
         op = Op(
-            index, schema.overload_name(func), self._path, args, kwargs, tuple(outputs),
-            mutates, overwrites, schema.is_collective(func), barrier,
+            index, target, self._path, args, kwargs, tuple(outputs), mutates, overwrites, collective, barrier,
         )  # fmt: skip
-        if schema.op_name(func) == "aten::native_dropout" and barrier == "draws random numbers":
+        if target == "aten.native_dropout.default" and barrier == DRAWS:
             self._record_dropout(op)
         else:
             self._ops.append(op)
 
     def _record_writes(
-        self, func: Any, site: str, index: int, written: list[Tensor]
+        self, site: str, index: int, written: list[Tensor], overwriting: bool
     ) -> tuple[tuple[tuple[View, int], ...], tuple[int, ...]]:
         mutates: list[tuple[View, int]] = []
         overwrites: list[int] = []
@@ -185,7 +245,7 @@ class Tracer(Recorder, TorchDispatchMode):
                 region, old.base, f"{site}.{i}", Origin.OP, nbytes=old.nbytes, writer=index, previous=old.index
             )
             mutates.append((before, after))
-            if schema.overwrites_all(func) and replace(before, buffer=after) == self._buffers[after].base:
+            if overwriting and replace(before, buffer=after) == self._buffers[after].base:
                 overwrites.append(after)
         return tuple(mutates), tuple(overwrites)
 
@@ -271,7 +331,7 @@ class Tracer(Recorder, TorchDispatchMode):
         if buffer.index < first_buffer:
             return False
         if buffer.writer is not None:
-            return self._ops[buffer.writer].target.split(".")[1] in EMPTY_NAMES
+            return op_leaf(self._ops[buffer.writer]) in EMPTY_NAMES
         return buffer.index in self._externals
 
 
