@@ -97,7 +97,8 @@ def test_a_read_error_skips_the_file(tmp_path: Path):
         pytest.skip("needs /proc")
     _, scanned, skipped = corpus_of(tmp_path, mem)
     assert scanned == []
-    assert skipped.first == ["/proc/self/mem: unreadable (Input/output error)"]
+    assert skipped.counts == {"unreadable": 1}
+    assert skipped.first[0].startswith("/proc/self/mem: unreadable (")
 
 
 def test_lines_that_are_no_documents_are_skipped_with_the_reason(tmp_path: Path):
