@@ -65,7 +65,7 @@ def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tens
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
 
 
-def forward_step(data_iterator: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False) -> tuple:
+def forward_step(data_iterator: Iterator, model: Any, return_schedule_plan: bool = False) -> tuple:
     """One micro-batch through this rank's model chunk; returns its output and the loss function for it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()

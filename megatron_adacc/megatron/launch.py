@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_adacc import devices
 from megatron_adacc.errors import UserError
+from megatron_adacc.machine import find_compiler
 from megatron_adacc.megatron.console import rank, say
 
 
@@ -89,15 +89,12 @@ def _quiet_missing_libraries() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-def _no_compiler() -> bool:
-    """Whether torch.compile has no C++ compiler for the CPU."""
-    return not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "c++"))
-
-
 def _say_cpu(changed: list[str]) -> None:
     cuts = f"; for that Megatron runs with {' '.join(changed)}" if changed else ""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        cuts += "; its fused functions run unfused, since no C++ compiler was found"
+        cuts += (
+            "; its fused functions run unfused, since torch.compile finds no working C++ compiler (see `adacc doctor`)"
+        )
     say(f"training on the CPU (gloo){cuts}")
 
 
@@ -118,7 +115,7 @@ def _prepare(arguments: list[str]) -> str:
     _single_process()
     _quiet_missing_libraries()
     if device == "cpu":
-        if _no_compiler():
+        if not find_compiler().works:
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
         from megatron_adacc.devices import cpu
 

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
+from typing import NoReturn
 
 from megatron_adacc.errors import UserError
 
@@ -36,10 +37,8 @@ def run(args: Namespace) -> int:
     from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as launch
 
-    if not args.arguments:
-        raise UserError("adacc run needs a script: adacc run [torchrun options] SCRIPT [flags].")
     parser = get_args_parser()
-    parser.prog = "adacc run"
+    parser.error = _refuse  # type: ignore[method-assign]
     job = parser.parse_args(args.arguments)
     if job.module or job.no_python:
         raise UserError("adacc run takes a script file; --module and --no-python are torchrun's alone.")
@@ -63,6 +62,10 @@ def run(args: Namespace) -> int:
         sys.stderr.write(f"adacc run: rank {rank} ended with exit code {failure.exitcode}; the job was stopped.\n")
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}; the call is adacc run [torchrun options] SCRIPT [the script's flags].")
 
 
 def _given(arguments: list[str], option: str) -> bool:

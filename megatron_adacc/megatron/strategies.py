@@ -36,7 +36,7 @@ def _refuse_own_recompute(strategy: str, args: Namespace) -> None:
 class Off:
     """Megatron as it is; nothing is installed."""
 
-    name = "off"
+    name: ClassVar[str] = "off"
 
     def apply(self, args: Namespace) -> None:
         """Nothing: Megatron's own recompute flags, if given, keep their meaning."""
@@ -45,7 +45,7 @@ class Off:
 class Full:
     """Megatron's full recompute: each layer keeps its input and is run again in the backward pass."""
 
-    name = "full"
+    name: ClassVar[str] = "full"
 
     def apply(self, args: Namespace) -> None:
         """Recompute every layer on its own."""
@@ -58,7 +58,7 @@ class Full:
 class Selective:
     """Megatron's selective recompute: scores, softmax and dropout of the attention are run again."""
 
-    name = "selective"
+    name: ClassVar[str] = "selective"
 
     def apply(self, args: Namespace) -> None:
         """Recompute the core attention of every layer."""
