@@ -65,7 +65,7 @@ def extent_bytes(tensor: Tensor) -> int:
     """Bytes from the tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return (int(last) + 1) * tensor.element_size()
 
 
