@@ -9,8 +9,8 @@
 | codes   | uint8                   | [ceil(n / PER)]  |                                          |
 | scales  | float32                 | [ceil(n / GROUP)]| sign and special values: symmetric.py    |
 
-One program does a tile of 4096 elements, which is 32 elements a thread: enough loads in flight, and well
-below the registers at which fewer warps fit.
+One program does a tile of 2048 elements, 16 a thread: the tile stays in registers between the search for the
+scale and the coding (70 to 92 registers; with 32 a thread it takes 128), so x is read once.
 
 Example, BITS 4, one group of 4, signed scale: x = 1 -8 7 3
     low 8, high 7 -> S = 1, codes 1 -8 7 3 = 1 8 7 3 unsigned, part 2

@@ -121,8 +121,6 @@ def encode_tile(
         tl.reduce(largest, 1, tl.standard._elementwise_max),
         SIGNED, LARGE, SMALL, SPECIAL,
     )  # fmt: skip
-    group = tl.arange(0, GROUPS)
-    _store(scales, group, stored, group * GROUP < left, FULL)
     step = step[:, None]
     special = special[:, None]
     packed = tl.full([GROUPS, PART], 0, tl.int32)
@@ -141,6 +139,9 @@ def encode_tile(
     _, _, holds = _places(0, left, GROUP, GROUPS, PER, FULL)
     byte = tl.arange(0, GROUPS)[:, None] * PART + tl.arange(0, PART)[None, :]
     _store(codes, byte, packed.to(tl.uint8), holds, FULL)
+    # Stored last: a store between the two passes would keep their loads from being merged into one.
+    group = tl.arange(0, GROUPS)
+    _store(scales, group, stored, group * GROUP < left, FULL)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from megatron_adacc.codecs.counter_random import keys_of
 from megatron_adacc.codecs.options import Rounding, Scale
 from megatron_adacc.codecs.symmetric import Symmetric
 
-TILE = 4096  # elements a program of a grouped format does
+TILE = 2048  # elements a program of a grouped format does
 
 
 def device_of(x: Tensor) -> contextlib.AbstractContextManager:

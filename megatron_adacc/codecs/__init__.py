@@ -13,12 +13,15 @@ from megatron_adacc.codecs.base import Codec, Packed, State
 from megatron_adacc.codecs.bitmask import BitmaskState, NotTwoValuedError
 from megatron_adacc.codecs.options import Implementation, Rounding, Scale
 from megatron_adacc.codecs.registry import get, names
+from megatron_adacc.codecs.statistics import ChannelStatistics, OutlierState
 
 __all__ = [
     "BitmaskState",
+    "ChannelStatistics",
     "Codec",
     "Implementation",
     "NotTwoValuedError",
+    "OutlierState",
     "Packed",
     "Rounding",
     "Scale",

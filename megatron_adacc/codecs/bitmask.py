@@ -113,7 +113,7 @@ class Bitmask(Codec):
             kernel.encode(integers, bits, values, check.violations, cut, nan_bits, is_bool)
         else:
             function = partial(encode_blocks, nan_bits=nan_bits, is_bool=is_bool)
-            outputs = EncodeOutputs(bits, (values,), (check.violations,))
+            outputs = EncodeOutputs(bits, (values,), shared=(check.violations,))
             encode_run(function, implementation, cut, integers, outputs, repeat=not is_bool)
         packed = BitmaskPacked(self.name, layout, bits, values.view(layout.dtype))
         if not deferred and not is_bool:

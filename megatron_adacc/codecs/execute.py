@@ -28,19 +28,21 @@ BlockFunction = partial[None]
 
 @dataclass(frozen=True)
 class EncodeOutputs:
-    """Where encoding writes.
+    """Where encoding writes, and what it reads besides the run.
 
     Attributes:
         codes: uint8 [code bytes].
         by_block: tensors whose first dimension counts blocks (scales, values).
-        shared: tensors that every call gets whole, after the others.
+        also: other runs, cut like the run itself.
+        shared: what every call gets whole.
         tail_shared: what the tail gets in place of `shared`, if that is something else.
     """
 
     codes: Tensor
     by_block: tuple[Tensor, ...]
-    shared: tuple[Tensor, ...] = ()
-    tail_shared: tuple[Tensor, ...] | None = None
+    also: tuple[Tensor, ...] = ()
+    shared: tuple[Tensor | None, ...] = ()
+    tail_shared: tuple[Tensor | None, ...] | None = None
 
 
 def encode_run(
@@ -52,25 +54,24 @@ def encode_run(
     *,
     repeat: bool = False,
 ) -> None:
-    """Call function(x [blocks, per, part], codes [blocks, part], *by_block, *shared) for all of the run.
+    """Call function(x [blocks, per, part], codes [blocks, part], *by_block, *also, *shared) for all of the run.
 
     `repeat`: how the tail is filled up, see Blocks.tail_of.
     """
     if cut.full:
-        call(
-            function,
-            implementation,
-            cut.full,
+        tensors = (
             cut.full_of(run),
             cut.full_codes(outputs.codes),
             *(tensor[: cut.full] for tensor in outputs.by_block),
-            *outputs.shared,
+            *(cut.full_of(other) for other in outputs.also),
         )
+        call(function, implementation, tensors, outputs.shared)
     if cut.tail:
         function(
             cut.tail_of(run, repeat=repeat),
             cut.tail_codes(outputs.codes),
             *(tensor[cut.full :] for tensor in outputs.by_block),
+            *(cut.tail_of(other, repeat=repeat) for other in outputs.also),
             *(outputs.shared if outputs.tail_shared is None else outputs.tail_shared),
         )
 
@@ -86,7 +87,7 @@ def decode_run(
     """Call function(codes [blocks, part], *by_block, x [blocks, per, part]) to fill all of the run."""
     if cut.full:
         by_full_block = [tensor[: cut.full] for tensor in by_block]
-        call(function, implementation, cut.full, cut.full_codes(codes), *by_full_block, cut.full_of(run))
+        call(function, implementation, (cut.full_codes(codes), *by_full_block, cut.full_of(run)))
     if cut.tail:
         tail = torch.empty(cut.tail_shape, dtype=run.dtype, device=run.device)
         function(cut.tail_codes(codes), *(tensor[cut.full :] for tensor in by_block), tail)
@@ -94,38 +95,41 @@ def decode_run(
 
 
 def call(
-    function: BlockFunction, implementation: Implementation, blocks: int, *tensors: Tensor
+    function: BlockFunction,
+    implementation: Implementation,
+    by_block: tuple[Tensor, ...],
+    shared: tuple[Tensor | None, ...] = (),
 ) -> None:
-    """Call function(*tensors) for full blocks, compiled if `implementation` says so.
+    """Call function(*by_block, *shared) for full blocks, compiled if `implementation` says so.
 
-    Tensors whose first dimension is `blocks` long are dynamic in that dimension, all other sizes are fixed.
+    The first dimension of `by_block`, the number of blocks, is dynamic; all other sizes are fixed.
     """
+    blocks = by_block[0].shape[0]
     if implementation is not Implementation.COMPILED or blocks < LEAST_BLOCKS:
-        function(*tensors)
+        function(*by_block, *shared)
         return
-    fixed = tuple(None if tensor.shape[0] != blocks else tuple(tensor.shape[1:]) for tensor in tensors)
-    for tensor, sizes in zip(tensors, fixed, strict=True):
-        if sizes is not None:
+    kinds = tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in by_block)
+    for tensor in by_block:
+        # Blocks without content (the values of a bool mask) have no first dimension to speak of.
+        if tensor.shape[0] == blocks:
             torch._dynamo.mark_dynamic(tensor, 0)
-    compiled(function.func, fixed, tuple(tensor.dtype for tensor in tensors), **function.keywords)(*tensors)
+    shared_kinds = tuple(tensor is not None for tensor in shared)
+    compiled(function.func, (kinds, shared_kinds), **function.keywords)(*by_block, *shared)
 
 
 @functools.cache
 def compiled(
-    function: Callable[..., None],
-    sizes: tuple[tuple[int, ...] | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-    **options: object,
+    function: Callable[..., None], kinds: tuple[object, ...], **options: object
 ) -> Callable[..., None]:
-    """`function` compiled for one set of options, fixed sizes and dtypes.
+    """`function` compiled for one set of options and one kind of arguments (fixed sizes, dtypes, absences).
 
-    Compilations are counted per code object and limited; each set therefore gets a code object of
-    its own. Cached, because the result depends on the arguments alone.
+    Compilations are counted per code object and limited; each set therefore gets a code object of its own.
+    Cached, because the result depends on the arguments alone.
     """
 
-    def run(*tensors: Tensor) -> None:
+    def run(*tensors: Tensor | None) -> None:
         function(*tensors, **options)
 
-    name = f"{function.__name__}_{abs(hash((sizes, dtypes, tuple(options.items()))))}"
+    name = f"{function.__name__}_{abs(hash((kinds, tuple(options.items()))))}"
     own = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
     return torch.compile(own, fullgraph=True)

@@ -69,17 +69,18 @@ class SymmetricCodec(Codec):
         """The groups of a run of `numel` elements."""
         return Blocks(numel, self.group_size, 8 // self.bits)
 
-    def draw(self, seed: int | None, start: int, device: torch.device) -> tuple[Tensor, ...]:
-        """The draw of a call as block functions take it: nothing for nearest rounding."""
+    def draw(self, seed: int | None, start: int, device: torch.device) -> Tensor | None:
+        """The draw of a call as block functions take it: None for nearest rounding."""
         if self.rounding is Rounding.NEAREST:
-            return ()
-        return (draw_tensor(self.seed if seed is None else seed, start, device),)
+            return None
+        return draw_tensor(self.seed if seed is None else seed, start, device)
 
-    def encode_function(self) -> partial[None]:
+    def encode_function(self, lead: int = 1) -> partial[None]:
         """The reference's encode with this format's constants."""
         constants = self.format
         return partial(
             symmetric.encode_blocks,
+            lead=lead,
             bits=self.bits,
             signed=self.scale is Scale.SIGNED,
             stochastic=self.rounding is Rounding.STOCHASTIC,
@@ -111,9 +112,9 @@ class Group(SymmetricCodec):
             kernel = load_kernel("group", interpret=implementation is Implementation.INTERPRET)
             kernel.encode(run, codes, scales, cut, self.format, self.seed if seed is None else seed)
         else:
-            shared = self.draw(seed, 0, run.device)
-            tail_shared = self.draw(seed, cut.full * cut.block, run.device)
-            outputs = EncodeOutputs(codes, (scales,), shared, tail_shared)
+            shared = (None, self.draw(seed, 0, run.device))
+            tail_shared = (None, self.draw(seed, cut.full * cut.block, run.device))
+            outputs = EncodeOutputs(codes, (scales,), shared=shared, tail_shared=tail_shared)
             encode_run(self.encode_function(), implementation, cut, run, outputs)
         return GroupPacked(self.name, layout, codes, scales)
 

@@ -9,11 +9,15 @@ from megatron_adacc.codecs.base import Codec
 from megatron_adacc.codecs.bitmask import Bitmask
 from megatron_adacc.codecs.group import Group
 from megatron_adacc.codecs.options import Implementation, Rounding, Scale, choice
+from megatron_adacc.codecs.outlier import Outlier
 from megatron_adacc.errors import UserError
 
 CODECS: Mapping[str, tuple[type[Codec], Mapping[str, Any]]] = MappingProxyType(
     {
         "bitmask": (Bitmask, {}),
+        "outlier_int4": (Outlier, {"bits": 4}),
+        "outlier_int8": (Outlier, {"bits": 8}),
+        "outlier_int2": (Outlier, {"bits": 2}),
         "group_int4": (Group, {"bits": 4}),
         "group_int8": (Group, {"bits": 8}),
         "group_int2": (Group, {"bits": 2}),

@@ -102,9 +102,10 @@ def encode_blocks(
     x: Tensor,
     codes: Tensor,
     scales: Tensor,
-    draw: Tensor | None = None,
-    excluded: Tensor | None = None,
+    excluded: Tensor | None,
+    draw: Tensor | None,
     *,
+    lead: int = 1,
     bits: int,
     signed: bool,
     stochastic: bool,
@@ -113,24 +114,26 @@ def encode_blocks(
     """Reference encode.
 
     Args:
-        x: float [blocks, per, part] or [blocks, per, part, inner]; one scale for each (per, part).
-        codes: uint8 [blocks, part] or [blocks, part, inner], written.
-        scales: float32 [blocks] or [blocks, inner], written.
-        draw: int64 [3], see counter_random; for stochastic rounding.
-        excluded: bool, broadcast to x; these elements count and are stored as zero.
+        x: float [*blocks, per, part, *inner]; one scale for each (per, part).
+        codes: uint8 [*blocks, part, *inner], written.
+        scales: float32 [*blocks, *inner], written.
+        excluded: bool, broadcast to x; these elements count and are stored as zero. None: there are none.
+        draw: int64 [3], see counter_random; for stochastic rounding, else None.
+        lead: number of dimensions before `per`.
         bits, signed, stochastic: the format.
         factors: its (large, small, special) factors.
     """
     half = 1 << (bits - 1)
+    block_dims = (lead, lead + 1)
     large_factor, small_factor, special_factor = factors
     x = x.to(torch.float32)
     if excluded is not None:
         x = torch.where(excluded, 0.0, x)
     finite = x.abs() < torch.inf
     value = torch.where(finite, x, 0.0)
-    high = value.amax((1, 2), keepdim=True).clamp_min(0.0)
-    low = -value.amin((1, 2), keepdim=True).clamp_max(0.0)
-    special = torch.where(finite, 0, 1).amax((1, 2), keepdim=True) > 0
+    high = value.amax(block_dims, keepdim=True).clamp_min(0.0)
+    low = -value.amin(block_dims, keepdim=True).clamp_max(0.0)
+    special = torch.where(finite, 0, 1).amax(block_dims, keepdim=True) > 0
     largest = torch.maximum(high, low)
     scale = largest * large_factor
     if signed:
@@ -151,19 +154,19 @@ def encode_blocks(
     highest = torch.where(special, half - 2, half - 1)
     code = torch.minimum(torch.maximum(rounded.to(torch.int32), lowest), highest)
     code = torch.where(finite, code, torch.where(x > 0, half - 1, torch.where(x < 0, 1 - half, -half)))
-    codes.copy_(pack(code, bits, 1))
+    codes.copy_(pack(code, bits, lead))
     stored = torch.where(special, payload.view(torch.float32), scale)
-    scales.copy_(stored.squeeze(2).squeeze(1))
+    scales.copy_(stored.squeeze(lead + 1).squeeze(lead))
 
 
-def decode_blocks(codes: Tensor, scales: Tensor, x: Tensor, *, bits: int) -> None:
-    """Reference decode: the reverse of encode_blocks; writes x [blocks, per, part(, inner)] of any float dtype.
+def decode_blocks(codes: Tensor, scales: Tensor, x: Tensor, *, lead: int = 1, bits: int) -> None:
+    """Reference decode: the reverse of encode_blocks; writes x [*blocks, per, part, *inner] of any float dtype.
 
     Values beyond the range of x's dtype become its largest finite values.
     """
     half = 1 << (bits - 1)
-    code = (unpack(codes, bits, 8 // bits, 1) ^ half) - half
-    stored = scales.unsqueeze(1).unsqueeze(1)
+    code = (unpack(codes, bits, 8 // bits, lead) ^ half) - half
+    stored = scales.unsqueeze(lead).unsqueeze(lead)
     pattern = stored.view(torch.int32)
     special = (pattern & EXPONENT_BITS) == 0
     step = torch.where(special, ((pattern & SPECIAL_MASK) << SPECIAL_SHIFT).view(torch.float32), stored)
