@@ -40,7 +40,7 @@ def command(plan: str, iterations: int, data: Path, report: Path) -> list[str]:
         *("--train-iters", str(iterations), "--lr-decay-iters", str(max(iterations, 10))),
         *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(data / "tokenizer")),
         *("--data-path", str(data / "text_document"), "--split", "95,5,0"),
-        *("--log-interval", "1", "--eval-iters", "0", "--num-workers", "0"),
+        *("--log-interval", "1", "--eval-interval", "1000", "--eval-iters", "0", "--num-workers", "0"),
         *("--adacc-plan", plan, "--adacc-report", str(report)),
     ]
 

@@ -11,7 +11,7 @@ import functools
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,8 +31,14 @@ class _Figures:
     """One rank's bytes of one step."""
 
     held_bytes: int
-    peak_bytes: int
+    peak_bytes: int | None
     peak_rss_bytes: int
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    """The largest value; None where one is unknown, for then the largest is unknown too."""
+    known = list(values)
+    return None if None in known else max(value for value in known if value is not None)
 
 
 class Observer:
@@ -72,7 +78,7 @@ class Observer:
             milliseconds = (time.perf_counter() - start) * 1e3
             figures = peak.end_step()
         self._step_ms.append(milliseconds)
-        self._figures.append(_Figures(self._held_bytes, figures.peak_bytes or 0, figures.rss_peak_bytes))
+        self._figures.append(_Figures(self._held_bytes, figures.peak_bytes, figures.rss_peak_bytes))
         last = iteration >= (self._args.train_iters or 0)
         if iteration % self._args.log_interval == 0 or last:
             self._log(iteration, result[0], last)
@@ -102,7 +108,7 @@ class Observer:
         """Gather the largest figures since the last log from all ranks; the last rank writes them down."""
         mine = _Figures(
             held_bytes=max(figure.held_bytes for figure in self._figures),
-            peak_bytes=max(figure.peak_bytes for figure in self._figures),
+            peak_bytes=_largest(figure.peak_bytes for figure in self._figures),
             peak_rss_bytes=max(figure.peak_rss_bytes for figure in self._figures),
         )
         milliseconds = statistics.median(self._step_ms)
@@ -120,7 +126,7 @@ class Observer:
             lm_loss=float(losses["lm loss"]) if "lm loss" in losses else None,
             step_ms=milliseconds,
             held_bytes=max(figure.held_bytes for figure in ranks),
-            peak_bytes=max(figure.peak_bytes for figure in ranks),
+            peak_bytes=_largest(figure.peak_bytes for figure in ranks),
             peak_rss_bytes=max(figure.peak_rss_bytes for figure in ranks),
         )
         self._report.rows.append(row)
@@ -132,18 +138,22 @@ class Observer:
             self._write()
 
     def _gather(self, mine: _Figures) -> list[_Figures]:
-        values = torch.tensor(list(asdict(mine).values()), dtype=torch.int64, device=self._device())
+        # Sizes are not negative: -1 carries "unknown" through the collective.
+        sent = [-1 if value is None else value for value in asdict(mine).values()]
+        values = torch.tensor(sent, dtype=torch.int64, device=self._device())
         everyone = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(everyone, values)
-        return [_Figures(*(int(value) for value in rank.tolist())) for rank in everyone]
+        received = (tuple(rank.tolist()) for rank in everyone)
+        return [_Figures(held, None if peak < 0 else peak, rss) for held, peak, rss in received]
 
     def _say(self, row: Row) -> None:
         """One line on the console and one scalar a figure, as Megatron logs its own."""
         from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
 
+        peak = "unknown" if row.peak_bytes is None else f"{row.peak_bytes / _MIB:.1f}"
         print_rank_last(
             f" adacc iteration {row.iteration:8d} | plan: {self._args.adacc_plan} | held for backward (MiB): "
-            f"{row.held_bytes / _MIB:.1f} | step peak (MiB): {row.peak_bytes / _MIB:.1f} | "
+            f"{row.held_bytes / _MIB:.1f} | step peak (MiB): {peak} | "
             f"peak RSS (MiB): {row.peak_rss_bytes / _MIB:.1f} | step (ms): {row.step_ms:.1f} |"
         )
         scalars = {
@@ -153,11 +163,12 @@ class Observer:
             "adacc/step-ms": row.step_ms,
             **{f"adacc/held-bytes/{name}": size for name, size in self._report.layer_held_bytes.items()},
         }
+        known = {name: value for name, value in scalars.items() if value is not None}
         if (writer := get_tensorboard_writer()) is not None:
-            for name, value in scalars.items():
+            for name, value in known.items():
                 writer.add_scalar(name, value, row.iteration)
         if (wandb := get_wandb_writer()) is not None:
-            wandb.log(scalars, row.iteration)
+            wandb.log(known, row.iteration)
 
     def _write(self) -> None:
         if self._args.adacc_report is not None and self._report.rows:

@@ -17,15 +17,15 @@ class Row:
 
     lm_loss: of this iteration (None where it was skipped, as after an overflow in fp16).
     step_ms: median wall-clock milliseconds of the steps since the row before, on the last rank.
-    held_bytes: held for backward after one micro-batch's forward. peak_bytes: of the step, on the device.
-    peak_rss_bytes: of the process.
+    held_bytes: held for backward after one micro-batch's forward. peak_bytes: of the step, on the device
+    (None where it could not be measured, see docs/accounting.md). peak_rss_bytes: of the process.
     """
 
     iteration: int
     lm_loss: float | None
     step_ms: float
     held_bytes: int
-    peak_bytes: int
+    peak_bytes: int | None
     peak_rss_bytes: int
 
 
@@ -39,7 +39,7 @@ class Report:
     run: dict[str, Any]
     versions: dict[str, str]
     rows: list[Row] = field(default_factory=list)
-    ranks: list[dict[str, int]] = field(default_factory=list)
+    ranks: list[dict[str, int | None]] = field(default_factory=list)
     layer_held_bytes: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -86,7 +86,7 @@ class Report:
             "final_lm_loss": losses[-1] if losses else None,
             "step_ms_median": statistics.median(steps),
             "held_bytes": max(row.held_bytes for row in self.rows),
-            "peak_bytes": max(row.peak_bytes for row in self.rows),
+            "peak_bytes": max((row.peak_bytes for row in self.rows if row.peak_bytes is not None), default=None),
             "peak_rss_bytes": max(row.peak_rss_bytes for row in self.rows),
         }
 

@@ -1,0 +1,54 @@
+"""The demo, shortened: three plans, equal losses, a summary."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_demo_compares_three_plans(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "demo.py", "--iterations", "2", "--output", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    rows = json.loads((tmp_path / "summary.json").read_text())
+    assert [row["strategy"] for row in rows] == ["off", "selective", "full"]
+    assert all(
+        set(row)
+        == {
+            "strategy",
+            "iterations",
+            "final_lm_loss",
+            "step_ms_median",
+            "held_bytes",
+            "peak_bytes",
+            "peak_rss_bytes",
+        }
+        for row in rows
+    )
+    assert {row["iterations"] for row in rows} == {2}
+    assert len({row["final_lm_loss"] for row in rows}) == 1
+    assert rows[0]["held_bytes"] > rows[1]["held_bytes"] > rows[2]["held_bytes"]
+    assert rows[0]["peak_bytes"] > rows[2]["peak_bytes"]
+    assert "lm loss at the end" in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(["--iterations", "0"], "at least 1"), (["--what"], "unrecognized")])
+def test_a_wrong_option_is_a_sentence(arguments, words):
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "demo.py", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_needs_no_set_up():
+    done = subprocess.run(["bash", ROOT / "scripts" / "demo.sh", "--help"], capture_output=True, text=True, timeout=10)
+    assert done.returncode == 0
+    assert "--iterations N" in done.stdout

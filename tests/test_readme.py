@@ -1,0 +1,46 @@
+"""The README runs as written: every command in it is run here, or by the tests named beside it."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Commands that other tests, or what calls this suite, run.
+RUN_ELSEWHERE = {
+    "bash scripts/demo.sh": "tests/scripts/test_demo.py",
+    "bash scripts/test.sh": ".ci/run",
+    "torchrun --nproc-per-node N pretrain_gpt.py <Megatron's flags>": "tests/megatron/test_strategies.py",
+    "adacc run --nproc-per-node 8 Megatron-LM/pretrain_gpt.py": "tests/megatron/test_run.py",
+}
+
+
+def commands():
+    """The indented lines of the README, with continued lines joined and comments cut."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / "README.md").read_text())
+    return [line.split("  # ")[0].split("      #")[0].strip() for line in text.splitlines() if line.startswith("    ")]
+
+
+def test_every_command_is_accounted_for():
+    assert len(commands()) >= 6
+    for command in commands():
+        assert command.startswith((".venv/bin/", *RUN_ELSEWHERE)), command
+    for place in RUN_ELSEWHERE.values():
+        assert (ROOT / place).exists(), place
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if line.startswith(".venv/bin/")])
+def test_the_command_runs(command, tmp_path):
+    tokens = [token.replace("runs/text", str(tmp_path / "text")) for token in shlex.split(command)]
+    tokens[0] = str(Path(sys.executable).parent / Path(tokens[0]).name)
+    done = subprocess.run(tokens, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)h][^)]*)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
