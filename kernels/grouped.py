@@ -26,7 +26,7 @@ from .symmetric import (
 
 
 @triton.jit
-def _places(k, left, GROUP: tl.constexpr, GROUPS: tl.constexpr, PER: tl.constexpr, FULL: tl.constexpr):
+def places(k, left, GROUP: tl.constexpr, GROUPS: tl.constexpr, PER: tl.constexpr, FULL: tl.constexpr):
     """(element, its validity, byte's validity) of part k, as offsets into the tile; [GROUPS, PART]."""
     PART: tl.constexpr = GROUP // PER
     group = tl.arange(0, GROUPS)[:, None]
@@ -60,7 +60,8 @@ def _slot_of(
 
 
 @triton.jit
-def _load(pointer, element, valid, FULL: tl.constexpr):
+def load_tile(pointer, element, valid, FULL: tl.constexpr):
+    """Elements of a tile; 0 past the end."""
     if FULL:
         return tl.load(pointer + element)
     else:
@@ -68,7 +69,8 @@ def _load(pointer, element, valid, FULL: tl.constexpr):
 
 
 @triton.jit
-def _store(pointer, element, value, valid, FULL: tl.constexpr):
+def store_tile(pointer, element, value, valid, FULL: tl.constexpr):
+    """Store elements of a tile; nothing past the end."""
     if FULL:
         tl.store(pointer + element, value)
     else:
@@ -99,8 +101,8 @@ def encode_tile(
     low = tl.full([GROUPS, PART], 0.0, tl.float32)
     largest = tl.full([GROUPS, PART], 0, tl.int32)
     for k in tl.static_range(PER):
-        element, valid, _ = _places(k, left, GROUP, GROUPS, PER, FULL)
-        raw = _load(x, element, valid, FULL)
+        element, valid, _ = places(k, left, GROUP, GROUPS, PER, FULL)
+        raw = load_tile(x, element, valid, FULL)
         value = to_float(raw, BF16)
         if OUTLIERS:
             slot, row = _slot_of(
@@ -125,8 +127,8 @@ def encode_tile(
     special = special[:, None]
     packed = tl.full([GROUPS, PART], 0, tl.int32)
     for k in tl.static_range(PER):
-        element, valid, _ = _places(k, left, GROUP, GROUPS, PER, FULL)
-        value = to_float(_load(x, element, valid, FULL), BF16)
+        element, valid, _ = places(k, left, GROUP, GROUPS, PER, FULL)
+        value = to_float(load_tile(x, element, valid, FULL), BF16)
         if OUTLIERS:
             slot, row = _slot_of(
                 slots, element, valid, base, channels, k, GROUP, GROUPS, PER, FULL, ALIGNED
@@ -136,12 +138,12 @@ def encode_tile(
         if not FULL:
             code = tl.where(valid, code, 0)
         packed |= (code & ((1 << BITS) - 1)) << (BITS * k)
-    _, _, holds = _places(0, left, GROUP, GROUPS, PER, FULL)
+    _, _, holds = places(0, left, GROUP, GROUPS, PER, FULL)
     byte = tl.arange(0, GROUPS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    _store(codes, byte, packed.to(tl.uint8), holds, FULL)
+    store_tile(codes, byte, packed.to(tl.uint8), holds, FULL)
     # Stored last: a store between the two passes would keep their loads from being merged into one.
     group = tl.arange(0, GROUPS)
-    _store(scales, group, stored, group * GROUP < left, FULL)
+    store_tile(scales, group, stored, group * GROUP < left, FULL)
 
 
 @triton.jit
@@ -163,15 +165,15 @@ def decode_tile(
         outliers += first_row * columns
     else:
         base = 0
-    _, _, holds = _places(0, left, GROUP, GROUPS, PER, FULL)
+    _, _, holds = places(0, left, GROUP, GROUPS, PER, FULL)
     byte = tl.arange(0, GROUPS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    packed = _load(codes, byte, holds, FULL).to(tl.int32)
+    packed = load_tile(codes, byte, holds, FULL).to(tl.int32)
     group = tl.arange(0, GROUPS)
-    step, special = step_of(_load(scales, group, group * GROUP < left, FULL))
+    step, special = step_of(load_tile(scales, group, group * GROUP < left, FULL))
     step = step[:, None]
     special = special[:, None]
     for k in tl.static_range(PER):
-        element, valid, _ = _places(k, left, GROUP, GROUPS, PER, FULL)
+        element, valid, _ = places(k, left, GROUP, GROUPS, PER, FULL)
         value = dequantize((packed >> (BITS * k)) & ((1 << BITS) - 1), step, special, BITS, LIMIT)
         value = from_float(value, x, BF16)
         if OUTLIERS:
@@ -182,4 +184,4 @@ def decode_tile(
             if x.dtype.element_ty == tl.float32:
                 kept = to_float(kept, True)
             value = tl.where(slot >= 0, kept, value)
-        _store(x, element, value, valid, FULL)
+        store_tile(x, element, value, valid, FULL)

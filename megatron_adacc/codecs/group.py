@@ -9,6 +9,7 @@ bits an element: 3.765 times less than 16 bits.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,8 +25,6 @@ from megatron_adacc.codecs.symmetric import Symmetric
 from megatron_adacc.errors import UserError
 from megatron_adacc.kernels import load as load_kernel
 
-GROUP_SIZES = tuple(2**power for power in range(4, 13))
-
 
 @dataclass(frozen=True)
 class GroupPacked(Packed):
@@ -36,34 +35,29 @@ class GroupPacked(Packed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SymmetricCodec(Codec):
-    """The options of the symmetric formats.
+class GroupedCodec(Codec):
+    """The options of all formats whose groups share a scale.
 
     Attributes:
         bits: of a code: 2, 4 or 8; given by the name.
         group_size: elements that share a scale, a power of two from 16 to 4096.
-        rounding, scale: see options.py and symmetric.py. Stochastic rounding is unbiased with the signed scale;
-            the paper's scale clips.
+        rounding: see options.py.
         seed: of stochastic rounding, where encode is given none.
     """
 
     bits: int
     group_size: int = 128
     rounding: Rounding = Rounding.NEAREST
-    scale: Scale = Scale.SIGNED
     seed: int = 0
 
+    group_sizes: ClassVar[tuple[int, ...]] = tuple(2**power for power in range(4, 13))
+
     def __post_init__(self) -> None:
-        if self.group_size not in GROUP_SIZES:
+        if self.group_size not in self.group_sizes:
             raise UserError(
                 f"Codec '{self.name}' has group_size={self.group_size}; it has to be a power of two from "
-                f"{GROUP_SIZES[0]} to {GROUP_SIZES[-1]}."
+                f"{self.group_sizes[0]} to {self.group_sizes[-1]}."
             )
-
-    @property
-    def format(self) -> Symmetric:
-        """The constants of this format."""
-        return Symmetric(self.bits, self.scale, self.rounding)
 
     def cut(self, numel: int) -> Blocks:
         """The groups of a run of `numel` elements."""
@@ -74,6 +68,23 @@ class SymmetricCodec(Codec):
         if self.rounding is Rounding.NEAREST:
             return None
         return draw_tensor(self.seed if seed is None else seed, start, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymmetricCodec(GroupedCodec):
+    """The options of the symmetric formats.
+
+    Attributes:
+        scale: see options.py and symmetric.py. Stochastic rounding is unbiased with the signed scale; the
+            paper's scale clips.
+    """
+
+    scale: Scale = Scale.SIGNED
+
+    @property
+    def format(self) -> Symmetric:
+        """The constants of this format."""
+        return Symmetric(self.bits, self.scale, self.rounding)
 
     def encode_function(self, lead: int = 1) -> partial[None]:
         """The reference's encode with this format's constants."""

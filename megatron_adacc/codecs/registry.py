@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megatron_adacc.codecs.affine import Affine
 from megatron_adacc.codecs.base import Codec
 from megatron_adacc.codecs.bitmask import Bitmask
+from megatron_adacc.codecs.channel import Channel
 from megatron_adacc.codecs.group import Group
 from megatron_adacc.codecs.options import Implementation, Rounding, Scale, choice
 from megatron_adacc.codecs.outlier import Outlier
@@ -18,6 +20,8 @@ CODECS: Mapping[str, tuple[type[Codec], Mapping[str, Any]]] = MappingProxyType(
         "outlier_int4": (Outlier, {"bits": 4}),
         "outlier_int8": (Outlier, {"bits": 8}),
         "outlier_int2": (Outlier, {"bits": 2}),
+        "channel_int4": (Channel, {"bits": 4}),
+        "affine_int4": (Affine, {"bits": 4}),
         "group_int4": (Group, {"bits": 4}),
         "group_int8": (Group, {"bits": 8}),
         "group_int2": (Group, {"bits": 2}),
