@@ -1,7 +1,10 @@
 """Documents to what Megatron trains on: a tokenizer folder, and token ids in a .bin and .idx pair.
 
-texts --train_tokenizer--> tokenizer --save_tokenizer--> what --tokenizer-model names
-texts, tokenizer --encode--> ids of each document, ended by EOD --write--> what --data-path names
+    texts --train_tokenizer--> tokenizer --save_tokenizer--> what --tokenizer-model names
+    texts, tokenizer --encode--> ids of each document, ended by EOD --write--> what --data-path names
+
+The tokenizers library uses all cores, or as many as RAYON_NUM_THREADS and TOKENIZERS_PARALLELISM allow; they are
+left as the user set them, because nothing here forks.
 """
 
 import contextlib
