@@ -144,9 +144,7 @@ def encode_kernel(
     tile = tl.program_id(0).to(tl.int64)
     left = numel - tile * (GROUP * GROUPS)
     if left >= GROUP * GROUPS:
-        _encode_tile(
-            x, codes, bounds, tile, GROUP * GROUPS, key_0, key_1, GROUP, GROUPS, STOCHASTIC, BF16, FULL=True
-        )
+        _encode_tile(x, codes, bounds, tile, GROUP * GROUPS, key_0, key_1, GROUP, GROUPS, STOCHASTIC, BF16, FULL=True)
     else:
         _encode_tile(
             x, codes, bounds, tile, left.to(tl.int32), key_0, key_1, GROUP, GROUPS, STOCHASTIC, BF16, FULL=False

@@ -23,6 +23,8 @@ import triton.language as tl
 
 from .launch import device_of
 
+BLOCK = 16384
+WARPS = 16
 _INT32_MAX = tl.constexpr(2147483647)
 _INT32_MIN = tl.constexpr(-2147483648)
 
@@ -134,7 +136,7 @@ def encode(x, bits, values, violations, cut, nan_bits: int | None, is_bool: bool
             HAS_NAN=nan_bits is not None,
             IS_BOOL=is_bool,
             PART=cut.block // 8,
-            num_warps=8,
+            num_warps=WARPS,
         )
 
 
@@ -143,4 +145,4 @@ def decode(bits, values, x: torch.Tensor, cut, is_bool: bool) -> None:
     if cut.numel == 0:
         return
     with device_of(x):
-        decode_kernel[(cut.count,)](bits, values, x, cut.numel, IS_BOOL=is_bool, PART=cut.block // 8, num_warps=8)
+        decode_kernel[(cut.count,)](bits, values, x, cut.numel, IS_BOOL=is_bool, PART=cut.block // 8, num_warps=WARPS)

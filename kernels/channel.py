@@ -11,7 +11,8 @@
 | scales  | float32                 | [ceil(rows / BLOCK), channels]  | see symmetric.py                 |
 
 One program does one run of rows and CHANNELS channels, ROWS rows of each part at a time. With ROWS = BLOCK / PER
-(runs of up to 128 rows) the tile stays in registers and x is read once; longer runs are read twice.
+(runs of up to 128 rows) the tile stays in registers and x is read once; longer runs are read twice. `channels`
+is specialized: where 16 divides it, loads and stores are vectors.
 
 Example, BITS 4, BLOCK 4, one channel, signed scale: rows 1 -8 7 3
     low 8, high 7 -> S = 1, codes 1 -8 7 3, part 2: bytes 1 | 7 << 4 = 113, 8 | 3 << 4 = 56
@@ -34,6 +35,7 @@ from .symmetric import (
 
 CHANNELS = 32
 MOST_ROWS = 64
+WARPS = 8
 
 
 @triton.jit
@@ -44,7 +46,48 @@ def _rows(offset, k, part, length, ROWS: tl.constexpr):
     return row, (place < part) & (row < length), place < part
 
 
-@triton.jit(do_not_specialize=["rows", "channels", "key_0", "key_1"])
+@triton.jit
+def _extremes(
+    x, offset, part, length, wide, channel, inside,
+    PER: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """(max x, max -x, largest magnitude bits) over ROWS rows of each part; [1, CHANNELS]."""
+    high = tl.full([ROWS, CHANNELS], 0.0, tl.float32)
+    low = tl.full([ROWS, CHANNELS], 0.0, tl.float32)
+    largest = tl.full([ROWS, CHANNELS], 0, tl.int32)
+    for k in tl.static_range(PER):
+        row, valid, _ = _rows(offset, k, part, length, ROWS)
+        value = to_float(tl.load(x + row * wide + channel, valid & inside, other=0), BF16)
+        largest = tl.maximum(largest, magnitude_of(value))
+        value = finite_or_zero(value)
+        high = tl.maximum(high, value)
+        low = tl.maximum(low, -value)
+    return (
+        tl.reduce(high, 0, tl.standard._elementwise_max)[None, :],
+        tl.reduce(low, 0, tl.standard._elementwise_max)[None, :],
+        tl.reduce(largest, 0, tl.standard._elementwise_max)[None, :],
+    )
+
+
+@triton.jit
+def _code(
+    x, codes, start, offset, part, length, wide, channel, inside, step, special, key_0, key_1,
+    BITS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BF16: tl.constexpr,
+):  # fmt: skip
+    """Code and store ROWS rows of bytes."""
+    packed = tl.full([ROWS, CHANNELS], 0, tl.int32)
+    for k in tl.static_range(8 // BITS):
+        row, valid, _ = _rows(offset, k, part, length, ROWS)
+        value = to_float(tl.load(x + row * wide + channel, valid & inside, other=0), BF16)
+        position = start + row * wide + channel
+        code = quantize(value, step, special, position, key_0, key_1, BITS, STOCHASTIC)
+        packed |= (tl.where(valid, code, 0) & ((1 << BITS) - 1)) << (BITS * k)
+    byte_row, _, holds = _rows(offset, 0, part, length, ROWS)
+    tl.store(codes + byte_row * wide + channel, packed.to(tl.uint8), holds & inside)
+
+
+@triton.jit(do_not_specialize=["rows", "key_0", "key_1"])
 def encode_kernel(
     x, codes, scales, rows, channels, key_0, key_1,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -59,44 +102,42 @@ def encode_kernel(
     inside = channel < channels
     length = tl.minimum(rows - run * BLOCK, BLOCK).to(tl.int32)
     part = (length + PER - 1) // PER
-    wide = channels.to(tl.int64)
-    start = run * BLOCK * wide
+    start = run * BLOCK * channels
     x += start
-    codes += run * PART * wide
-    high = tl.full([ROWS, CHANNELS], 0.0, tl.float32)
-    low = tl.full([ROWS, CHANNELS], 0.0, tl.float32)
-    largest = tl.full([ROWS, CHANNELS], 0, tl.int32)
-    for offset in tl.static_range(0, PART, ROWS) if PART == ROWS else range(0, part, ROWS):
-        for k in tl.static_range(PER):
-            row, valid, _ = _rows(offset, k, part, length, ROWS)
-            value = to_float(tl.load(x + row * wide + channel, valid & inside, other=0), BF16)
-            largest = tl.maximum(largest, magnitude_of(value))
-            value = finite_or_zero(value)
-            high = tl.maximum(high, value)
-            low = tl.maximum(low, -value)
-    step, stored, special = scale_of(
-        tl.reduce(high, 0, tl.standard._elementwise_max),
-        tl.reduce(low, 0, tl.standard._elementwise_max),
-        tl.reduce(largest, 0, tl.standard._elementwise_max),
-        SIGNED, LARGE, SMALL, SPECIAL,
-    )  # fmt: skip
-    step = step[None, :]
-    special = special[None, :]
-    for offset in tl.static_range(0, PART, ROWS) if PART == ROWS else range(0, part, ROWS):
-        packed = tl.full([ROWS, CHANNELS], 0, tl.int32)
-        for k in tl.static_range(PER):
-            row, valid, _ = _rows(offset, k, part, length, ROWS)
-            value = to_float(tl.load(x + row * wide + channel, valid & inside, other=0), BF16)
-            position = start + row * wide + channel
-            code = quantize(value, step, special, position, key_0, key_1, BITS, STOCHASTIC)
-            packed |= (tl.where(valid, code, 0) & ((1 << BITS) - 1)) << (BITS * k)
-        byte_row, _, holds = _rows(offset, 0, part, length, ROWS)
-        tl.store(codes + byte_row * wide + channel, packed.to(tl.uint8), holds & inside)
+    codes += run * PART * channels
+    # Offsets within a run of rows fit 32 bits unless the run is the whole tensor. (Written so that it also
+    # holds where channels is the constant 1.)
+    wide = channels if PART == ROWS else run * 0 + channels
+    if PART == ROWS:
+        high, low, largest = _extremes(x, 0, part, length, wide, channel, inside, PER, ROWS, CHANNELS, BF16)
+    else:
+        high = tl.full([1, CHANNELS], 0.0, tl.float32)
+        low = tl.full([1, CHANNELS], 0.0, tl.float32)
+        largest = tl.full([1, CHANNELS], 0, tl.int32)
+        for offset in range(0, part, ROWS):
+            more_high, more_low, more_largest = _extremes(
+                x, offset, part, length, wide, channel, inside, PER, ROWS, CHANNELS, BF16
+            )
+            high = tl.maximum(high, more_high)
+            low = tl.maximum(low, more_low)
+            largest = tl.maximum(largest, more_largest)
+    step, stored, special = scale_of(high, low, largest, SIGNED, LARGE, SMALL, SPECIAL)
+    if PART == ROWS:
+        _code(
+            x, codes, start, 0, part, length, wide, channel, inside, step, special, key_0, key_1,
+            BITS, ROWS, CHANNELS, STOCHASTIC, BF16,
+        )  # fmt: skip
+    else:
+        for offset in range(0, part, ROWS):
+            _code(
+                x, codes, start, offset, part, length, wide, channel, inside, step, special, key_0, key_1,
+                BITS, ROWS, CHANNELS, STOCHASTIC, BF16,
+            )  # fmt: skip
     # Stored last, so that the loads of the two passes are merged where the tile is held.
-    tl.store(scales + run * wide + channel, stored[None, :], inside)
+    tl.store(scales + run * channels + channel, stored, inside)
 
 
-@triton.jit(do_not_specialize=["rows", "channels"])
+@triton.jit(do_not_specialize=["rows"])
 def decode_kernel(
     codes, scales, x, rows, channels,
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BF16: tl.constexpr,
@@ -111,10 +152,10 @@ def decode_kernel(
     inside = channel < channels
     length = tl.minimum(rows - run * BLOCK, BLOCK).to(tl.int32)
     part = (length + PER - 1) // PER
-    wide = channels.to(tl.int64)
-    x += run * BLOCK * wide
-    codes += run * PART * wide
-    step, special = step_of(tl.load(scales + run * wide + channel, inside, other=1.0))
+    x += run * BLOCK * channels
+    codes += run * PART * channels
+    wide = channels if PART == ROWS else run * 0 + channels
+    step, special = step_of(tl.load(scales + run * channels + channel, inside, other=1.0))
     byte_row, _, holds = _rows(offset, 0, part, length, ROWS)
     packed = tl.load(codes + byte_row * wide + channel, holds & inside, other=0).to(tl.int32)
     for k in tl.static_range(PER):
@@ -125,7 +166,7 @@ def decode_kernel(
 
 def _tile(cut) -> dict[str, int]:
     part = cut.block // cut.per
-    return {"BLOCK": cut.block, "ROWS": min(part, MOST_ROWS), "CHANNELS": CHANNELS, "num_warps": 4}
+    return {"BLOCK": cut.block, "ROWS": min(part, MOST_ROWS), "CHANNELS": CHANNELS, "num_warps": WARPS}
 
 
 def encode(x, codes, scales, cut, form, seed: int) -> None:
@@ -148,9 +189,11 @@ def decode(codes, scales, x, cut, form) -> None:
         return
     values, is_bf16 = raw(x)
     tile = _tile(cut)
-    pieces = cut.block // cut.per // tile["ROWS"]
+    # Programs for the rows there are: the last run may be much shorter than BLOCK.
+    last_part = cut.tail_shape[2] if cut.tail else cut.block // cut.per
+    pieces = (cut.count - 1) * (cut.block // cut.per // tile["ROWS"]) + triton.cdiv(last_part, tile["ROWS"])
     with device_of(x):
-        decode_kernel[(cut.count * pieces, triton.cdiv(channels, CHANNELS))](
+        decode_kernel[(pieces, triton.cdiv(channels, CHANNELS))](
             codes, scales, values, rows, channels,
             BITS=form.bits, BF16=is_bf16, LIMIT=limit_of(x), **tile, enable_fp_fusion=False,
         )  # fmt: skip

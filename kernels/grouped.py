@@ -105,9 +105,7 @@ def encode_tile(
         raw = load_tile(x, element, valid, FULL)
         value = to_float(raw, BF16)
         if OUTLIERS:
-            slot, row = _slot_of(
-                slots, element, valid, base, channels, k, GROUP, GROUPS, PER, FULL, ALIGNED
-            )
+            slot, row = _slot_of(slots, element, valid, base, channels, k, GROUP, GROUPS, PER, FULL, ALIGNED)
             kept = raw
             if x.dtype.element_ty == tl.float32:
                 kept = to_bf16(value)
@@ -130,9 +128,7 @@ def encode_tile(
         element, valid, _ = places(k, left, GROUP, GROUPS, PER, FULL)
         value = to_float(load_tile(x, element, valid, FULL), BF16)
         if OUTLIERS:
-            slot, row = _slot_of(
-                slots, element, valid, base, channels, k, GROUP, GROUPS, PER, FULL, ALIGNED
-            )
+            slot, row = _slot_of(slots, element, valid, base, channels, k, GROUP, GROUPS, PER, FULL, ALIGNED)
             value = tl.where(slot >= 0, 0.0, value)
         code = quantize(value, step, special, start + element, key_0, key_1, BITS, STOCHASTIC)
         if not FULL:
@@ -177,9 +173,7 @@ def decode_tile(
         value = dequantize((packed >> (BITS * k)) & ((1 << BITS) - 1), step, special, BITS, LIMIT)
         value = from_float(value, x, BF16)
         if OUTLIERS:
-            slot, row = _slot_of(
-                slots, element, valid, base, channels, k, GROUP, GROUPS, PER, FULL, ALIGNED
-            )
+            slot, row = _slot_of(slots, element, valid, base, channels, k, GROUP, GROUPS, PER, FULL, ALIGNED)
             kept = tl.load(outliers + row * columns + slot, slot >= 0, other=0)
             if x.dtype.element_ty == tl.float32:
                 kept = to_float(kept, True)

@@ -24,6 +24,8 @@ from . import group
 from .grouped import decode_tile, encode_tile
 from .launch import TILE, constants_of, device_of, limit_of, raw, signed_keys
 
+WARPS = 8  # twice group.py's: places in the outlier block take registers
+
 
 @triton.jit(do_not_specialize=["numel", "channels", "columns", "key_0", "key_1"])
 def encode_kernel(
@@ -86,7 +88,7 @@ def encode(run, codes, scales, slots, block, channels: int, cut, form, seed: int
         encode_kernel[(triton.cdiv(cut.count, groups),)](
             values, codes, scales, slots, raw(block)[0], cut.numel, channels, block.shape[1],
             *signed_keys(seed), GROUP=cut.block, GROUPS=groups, BF16=is_bf16, **constants_of(form),
-            ALIGNED=channels % cut.block == 0, num_warps=4, enable_fp_fusion=False,
+            ALIGNED=channels % cut.block == 0, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -103,5 +105,5 @@ def decode(codes, scales, slots, block, run, channels: int, cut, form) -> None:
         decode_kernel[(triton.cdiv(cut.count, groups),)](
             codes, scales, slots, raw(block)[0], values, cut.numel, channels, block.shape[1],
             BITS=form.bits, GROUP=cut.block, GROUPS=groups, BF16=is_bf16, LIMIT=limit_of(run),
-            ALIGNED=channels % cut.block == 0, num_warps=4, enable_fp_fusion=False,
+            ALIGNED=channels % cut.block == 0, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

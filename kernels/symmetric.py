@@ -121,10 +121,7 @@ def quantize(value, step, special, position, key_0, key_1, BITS: tl.constexpr, S
     """Signed int32 codes of float32 values."""
     HALF: tl.constexpr = 1 << (BITS - 1)
     quotient = tl.div_rn(finite_or_zero(value), step)
-    if STOCHASTIC:
-        code = tl.floor(quotient + uniform(position, key_0, key_1)).to(tl.int32)
-    else:
-        code = nearest(quotient)
+    code = tl.floor(quotient + uniform(position, key_0, key_1)).to(tl.int32) if STOCHASTIC else nearest(quotient)
     code = tl.maximum(code, tl.where(special, 2 - HALF, -HALF))
     code = tl.minimum(code, tl.where(special, HALF - 2, HALF - 1))
     infinite = tl.where(value > 0, HALF - 1, 1 - HALF)
