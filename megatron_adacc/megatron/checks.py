@@ -12,6 +12,8 @@ _TOKENS_LOOKED_AT = 1_000_000
 def check_arguments(args: Namespace) -> None:
     """Look at validated arguments. Raises UserError for a missing data set and a vocabulary that does not fit."""
     _check_data(args)
+    _check_evaluation(args)
+    _check_split(args)
     _check_vocabulary(args)
     if args.adacc_report is not None:
         folder = os.path.dirname(os.path.abspath(args.adacc_report))
@@ -51,6 +53,37 @@ def _check_data(args: Namespace) -> None:
                 f"{flag} names {prefix}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: "
                 "give the path of a data set without its suffix, or make one with `adacc prepare-data`."
             )
+
+
+def _check_evaluation(args: Namespace) -> None:
+    if args.eval_interval is None and not args.full_validation and not args.skip_train:
+        raise UserError(
+            "--eval-interval is missing, and Megatron needs it even where --eval-iters is 0: give for example "
+            "--eval-interval 1000."
+        )
+
+
+def _check_split(args: Namespace) -> None:
+    """Megatron counts epochs of an empty set for ever, without a word."""
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    if args.split is None or args.data_path is None:
+        return
+    parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
+    for flag, prefix in _prefixes(args):
+        documents = len(IndexedDataset(prefix))
+        sets = (("training", 1), ("validation", args.eval_iters), ("test", args.eval_iters))
+        for (name, asked), part in zip(sets, parts, strict=True):
+            # The bounds as Megatron rounds them.
+            if part is not None and asked and round(part[0] * documents) == round(part[1] * documents):
+                raise UserError(
+                    f"--split {args.split} leaves the {name} set of {flag} {prefix} without one of its {documents} "
+                    "documents: give another --split, or --eval-iters 0 to do without evaluation."
+                )
 
 
 def _check_vocabulary(args: Namespace) -> None:

@@ -20,6 +20,9 @@ from megatron_adacc.errors import UserError
 from megatron_adacc.machine import find_compiler
 from megatron_adacc.megatron.console import rank, say
 
+# Whether this process was prepared: patches and bridge belong to the process, not to an object.
+_prepared = False
+
 
 @contextlib.contextmanager
 def user_errors(program: str) -> Iterator[None]:
@@ -98,17 +101,20 @@ def _say_cpu(changed: list[str]) -> None:
     say(f"training on the CPU (gloo){cuts}")
 
 
-def prepare(program: str, arguments: Sequence[str] | None = None) -> str:
-    """Make this process ready to import Megatron and run a training script; returns 'cpu' or 'cuda'.
+def prepare(program: str, arguments: Sequence[str] | None = None) -> None:
+    """Make this process ready to import Megatron and run a training script.
 
-    A user's mistake ends the process with a sentence.
+    A user's mistake ends the process with a sentence. A second call does nothing: `adacc run` may be given a
+    script that prepares itself, ours among them.
     """
+    global _prepared
     with user_errors(program):
-        return _prepare(list(sys.argv[1:] if arguments is None else arguments))
-    raise AssertionError("unreachable: user_errors() ends the process")
+        if not _prepared:
+            _prepare(list(sys.argv[1:] if arguments is None else arguments))
+            _prepared = True
 
 
-def _prepare(arguments: list[str]) -> str:
+def _prepare(arguments: list[str]) -> None:
     # torchrun stops its ranks with SIGTERM; the default action ends them at once, without a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     device = devices.choose(_requested_device(arguments))
@@ -122,7 +128,6 @@ def _prepare(arguments: list[str]) -> str:
         cpu.install()
         logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_OneGenerator())
     _apply_patches(device, arguments)
-    return device
 
 
 def _apply_patches(device: str, arguments: list[str]) -> None:

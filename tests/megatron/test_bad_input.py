@@ -57,16 +57,33 @@ def test_a_port_in_use(train):
     assert f"MASTER_PORT {port} is in use" in check_sentence(run)
 
 
-def test_data_of_a_larger_vocabulary(train, tmp_path):
+@pytest.fixture
+def data(tmp_path):
+    """A data set of two documents with the tokens 0 to 499."""
     import numpy
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=numpy.int32)
-    builder.add_document(torch.arange(500), [500])
+    for first in (0, 250):
+        builder.add_document(torch.arange(first, first + 250), [250])
     builder.finalize(str(tmp_path / "text.idx"))
-    run = train(data_path=tmp_path / "text")
+    return tmp_path / "text"
+
+
+def test_data_of_a_larger_vocabulary(train, data):
+    run = train(data_path=data, split="1,1,0")
     assert "holds token 499, but the model's vocabulary has 128 entries" in check_sentence(run)
+
+
+def test_a_split_that_leaves_a_set_empty_is_refused_where_megatron_would_hang(train, data):
+    run = train(data_path=data, split="969,30,1", eval_iters=1, vocab_size=600)
+    assert "--split 969,30,1 leaves the validation set of --data-path" in check_sentence(run)
+    assert "without one of its 2 documents" in run.text
+
+
+def test_no_evaluation_interval(train):
+    assert "--eval-interval is missing" in check_sentence(train(eval_interval=None))
 
 
 def test_a_report_that_cannot_be_written(train, tmp_path):

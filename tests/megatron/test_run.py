@@ -37,6 +37,12 @@ def test_a_strict_script_takes_our_flags(adacc_run, tmp_path):
     assert losses["off"] == losses["full"]
 
 
+def test_our_own_script_runs_through_it_as_well(adacc_run, jobs):
+    code, text = adacc_run(script=jobs.ROOT / "pretrain_gpt.py", adacc_plan="full", train_iters=1)
+    assert code == 0, text[-4000:]
+    assert text.count("adacc: training on the CPU") == 1
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_on_tensor_parallel_ranks_is_that_of_a_real_device(adacc_run, sequence_parallel):
