@@ -18,7 +18,6 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler, _profiler_enabled
@@ -27,8 +26,8 @@ from torch._C._profiler import (
     ProfilerConfig,
     ProfilerState,
     RecordScope,
-    _EventType,
     _ExperimentalConfig,
+    _ExtraFields_Allocation,
 )
 from torch.autograd.profiler import KinetoStepTracker
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -147,9 +146,9 @@ class _MemoryProfiler:
             raise PeakUnavailable("the profiler was stopped during the step")
         totals: list[int] = []
         for event in _disable_profiler().experimental_event_tree():
-            allocation: Any = event.extra_fields
-            if event.tag == _EventType.Allocation and allocation.device.type == "cpu":
-                totals.append(allocation.total_allocated)
+            fields = event.extra_fields
+            if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
+                totals.append(fields.total_allocated)
         return totals[0] - _MARKER_BYTES, totals[2:]
 
     def cancel(self) -> None:
