@@ -263,6 +263,17 @@ class TestForwards:
             in_flight.append(model(torch.randn(2, 8)))
             assert meter.measure(in_flight[-1]).layer_bytes == {"linear": 64, "gelu": 64}
 
+    def test_pipeline_chunks_in_flight(self) -> None:
+        chunks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+        meters = [HeldMeter({"linear": chunk[0], "gelu": chunk[1]}, chunk) for chunk in chunks]
+        for rows in (3, 5):  # two micro-batches, none of which has run its backward
+            hidden = torch.randn(rows, 8)
+            for chunk, meter in zip(chunks, meters, strict=True):
+                output = chunk(hidden)
+                expected = {"linear": rows * 32, "gelu": rows * 32}
+                assert meter.measure(output).layer_bytes == expected
+                hidden = output.detach().requires_grad_()  # what the next stage receives
+
     def test_recompute_in_a_backward_between_forwards(self) -> None:
         run = functools.partial(_checkpointed, use_reentrant=True, preserve_rng_state=False)
         stack = Stack([nn.Sequential(nn.Linear(8, 8)) for _ in range(2)], run)
