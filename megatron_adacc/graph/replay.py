@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_adacc.graph import schema
 from megatron_adacc.graph.model import Buffer, LayerGraph, Op, Tagged, View
-from megatron_adacc.graph.recipes import Group
+from megatron_adacc.graph.recipes import Group, Step
 from megatron_adacc.graph.storages import flatten_tensors
 from megatron_adacc.graph.tracer import CALL_PREFIX, COMPILED, EMPTY_NAMES, wait_for
 
@@ -110,10 +110,10 @@ def _copy_storage(base: Tensor) -> Tensor:
 class _Step:
     """One op, ready to run: arguments with loaders in the place of views."""
 
-    def __init__(
-        self, graph: LayerGraph, op: Op, copies: tuple[int, ...], frees: tuple[int, ...], context: Context
-    ) -> None:
+    def __init__(self, graph: LayerGraph, step: Step, sources: frozenset[int], context: Context) -> None:
+        op, copies, frees = graph.ops[step.op], step.copies, step.frees
         self._graph = graph
+        self._sources = sources
         self._context = context
         self.args = tuple(self._compile(a) for a in op.args)
         self.kwargs = {name: self._compile(v) for name, v in op.kwargs}
@@ -128,12 +128,36 @@ class _Step:
         )
         self.collective = op.collective
         self.empty = False
+        self.out: Loader | None = None
         self.module_path: str | None = None
         if op.target.startswith(CALL_PREFIX):
             self.module_path = op.target.removeprefix(CALL_PREFIX)
         else:
-            self.function: Callable[..., Any] = _compiled if op.target == COMPILED else schema.find_op(op.target)
+            self.function: Any = _compiled if op.target == COMPILED else schema.find_op(op.target)
+            self._reuse_dead_operand(op)
             self.empty = op.target != COMPILED and op.target.split(".")[1] in EMPTY_NAMES
+
+    def _reuse_dead_operand(self, op: Op) -> None:
+        """Let a pointwise op write its result over its first operand, where this step reads that last: the same
+        bits without new memory, whose page faults cost more than the arithmetic."""
+        if len(op.outputs) != 1 or op.outputs[0] is None or op.mutates or not op.args:
+            return
+        first, result = op.args[0], self._graph.buffers[op.outputs[0]]
+        if not isinstance(first, View) or first.buffer not in self.frees or first.buffer in self._sources:
+            return
+        operand = self._graph.buffers[first.buffer]
+        if operand.nbytes != result.nbytes or not same_layout(first, result.base):
+            return
+        if any(v.buffer == first.buffer and v != first for v in op.views()):
+            return
+        if op.target == "aten._softmax.default" and self._context.device.type == "cpu":
+            # The CPU kernel finishes reading an element's row before it writes the element.
+            self.function = torch.ops.aten._softmax.out
+            self.out = Loader.of(first, operand)
+        elif torch.Tag.pointwise in self.function.tags:
+            namespace, name, overload = op.target.split(".")
+            with contextlib.suppress(AttributeError):
+                self.function = schema.find_op(f"{namespace}.{name}_.{overload}")
 
     def _compile(self, argument: Any) -> Any:
         if isinstance(argument, View):
@@ -160,6 +184,8 @@ class _Step:
             env[buffer] = torch.empty_strided(loader.size, loader.stride, dtype=dtype, device=device)
         args = [self._load(a, env) for a in self.args]
         kwargs = {name: self._load(v, env) for name, v in self.kwargs.items()}
+        if self.out is not None:
+            kwargs["out"] = self.out.of_tensor(env[self.out.buffer])
         if self.module_path is not None:
             with self._context.autocast():
                 result = module.get_submodule(self.module_path).forward(*args, **kwargs)
@@ -209,7 +235,8 @@ class Replayer:
 
     def __init__(self, graph: LayerGraph, group: Group, context: Context) -> None:
         self.group = group
-        self._steps = [_Step(graph, graph.ops[s.op], s.copies, s.frees, context) for s in group.steps]
+        sources = frozenset(group.sources)
+        self._steps = [_Step(graph, step, sources, context) for step in group.steps]
         self._writes = [frozenset(graph.ops[s.op].writes) for s in group.steps]
         # An opaque submodule runs as Python code of its own, under the autocast state of the trace.
         self._segments = [

@@ -54,7 +54,7 @@ class Named:
 
     @property
     def begin(self) -> int:
-        return self.tensor.storage_offset() * self.tensor.element_size()
+        return int(self.tensor.storage_offset()) * self.tensor.element_size()
 
     @property
     def end(self) -> int:
