@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_adacc.codecs.base import Packed, State
-from megatron_adacc.codecs.blocks import pack, unpack
+from megatron_adacc.codecs.blocks import unpack
 from megatron_adacc.codecs.counter_random import uniform
 from megatron_adacc.codecs.execute import LEAST_BLOCKS, EncodeOutputs, decode_run, encode_run
 from megatron_adacc.codecs.group import GroupedCodec
@@ -96,38 +96,50 @@ class Affine(GroupedCodec):
         return (LEAST_BLOCKS * self.group_size + 1,)
 
 
-def encode_blocks(x: Tensor, codes: Tensor, bounds: Tensor, draw: Tensor | None, *, stochastic: bool) -> None:
+def encode_blocks(
+    x: Tensor, codes: Tensor, bounds: Tensor, draw: Tensor | None, *, stochastic: bool
+) -> tuple[Tensor, ...]:
     """Reference: x float [blocks, 2, part] -> codes uint8 [blocks, part], bounds float32 [blocks, 2].
 
-    `draw`: int64 [3], see counter_random; for stochastic rounding, else None.
+    `draw`: int64 [3], see counter_random; for stochastic rounding, else None. What is returned serves as in
+    symmetric.py.
     """
-    x = x.to(torch.float32)
-    finite = x.abs() < torch.inf
-    low = torch.where(finite, x, torch.inf).amin((1, 2), keepdim=True)
-    high = torch.where(finite, x, -torch.inf).amax((1, 2), keepdim=True)
-    special = torch.where(finite, 0, 1).amax((1, 2), keepdim=True) > 0
+    value = x.to(torch.float32)
+    finite = value.abs() < torch.inf
+    low = torch.where(finite, value, torch.inf).amin((1, 2), keepdim=True)
+    high = torch.where(finite, value, -torch.inf).amax((1, 2), keepdim=True)
+    special = torch.where(finite, 0.0, 1.0).amax((1, 2), keepdim=True) > 0.0
     nothing = low > high
     low = torch.where(nothing, 0.0, low)
     high = torch.where(nothing, 0.0, high)
-    half_low = low * 0.5
-    step = (high * 0.5 - half_low) * torch.where(special, SPECIAL_FACTOR, FACTOR)
-    step = step.clamp_min(SMALLEST_SCALE)
-    quotient = (torch.where(finite, x, low) * 0.5 - half_low) / step
-    if stochastic:
-        assert draw is not None
-        rounded = torch.floor(quotient + uniform(draw, quotient.shape))
-    else:
-        rounded = torch.round(quotient)
-    code = rounded.to(torch.int32)
-    code = torch.minimum(code, torch.where(special, SPECIAL_LEVELS, LEVELS))
-    beyond = torch.where(x > 0, SPECIAL_LEVELS + 1, torch.where(x < 0, SPECIAL_LEVELS + 2, SPECIAL_LEVELS + 3))
-    codes.copy_(pack(torch.where(finite, code, beyond), 4, 1))
     first = torch.where(special, torch.where(high > low, high, torch.inf), low)
     second = torch.where(special, low, high)
     bounds.copy_(torch.cat([first, second], 1).squeeze(2))
+    half_low = low * 0.5
+    step = (high * 0.5 - half_low) * torch.where(special, SPECIAL_FACTOR, FACTOR)
+    step = step.clamp_min(SMALLEST_SCALE).squeeze(1)
+    levels = torch.where(special, 1.0 * SPECIAL_LEVELS, 1.0 * LEVELS).squeeze(1)
+    low, half_low = low.squeeze(1), half_low.squeeze(1)
+    draws = None if draw is None else uniform(draw, x.shape)
+    packed: Tensor | None = None
+    for position in range(2):
+        # One part at a time, as in symmetric.py.
+        part = value.select(1, position)
+        finite = part.abs() < torch.inf
+        quotient = (torch.where(finite, part, low) * 0.5 - half_low) / step
+        up = None if draws is None else draws.select(1, position)
+        code = torch.round(quotient) if up is None else torch.floor(quotient + up)
+        infinite = torch.where(part > 0.0, SPECIAL_LEVELS + 1.0, SPECIAL_LEVELS + 2.0)
+        beyond = torch.where(part.abs() == torch.inf, infinite, SPECIAL_LEVELS + 3.0)
+        code = torch.where(finite, torch.minimum(code, levels), beyond)
+        bits_of_code = code.to(torch.int32) << (4 * position)
+        packed = bits_of_code if packed is None else packed | bits_of_code
+    assert packed is not None
+    codes.copy_(packed.to(torch.uint8))
+    return low, half_low, step, levels
 
 
-def decode_blocks(codes: Tensor, bounds: Tensor, x: Tensor) -> None:
+def decode_blocks(codes: Tensor, bounds: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     """Reference: the reverse of encode_blocks; writes x [blocks, 2, part] of any float dtype."""
     first, second = bounds[:, 0, None, None], bounds[:, 1, None, None]
     special = first > second
@@ -142,3 +154,4 @@ def decode_blocks(codes: Tensor, bounds: Tensor, x: Tensor) -> None:
     value = torch.where(special & (code == SPECIAL_LEVELS + 2), -torch.inf, value)
     value = torch.where(special & (code == SPECIAL_LEVELS + 3), torch.nan, value)
     x.copy_(value.to(x.dtype))
+    return ()

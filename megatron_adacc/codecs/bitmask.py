@@ -143,7 +143,7 @@ class Bitmask(Codec):
 
 def encode_blocks(
     x: Tensor, bits: Tensor, values: Tensor, violations: Tensor, *, nan_bits: int | None, is_bool: bool
-) -> None:
+) -> tuple[Tensor, ...]:
     """Reference: x integers [blocks, 8, part] -> bits uint8 [blocks, part], values [blocks, 2].
 
     `violations` int32 [1] becomes 1 where a block has three different values or more; its values then are NaN
@@ -154,7 +154,7 @@ def encode_blocks(
     differs = wide != (0 if is_bool else first)
     bits.copy_(pack(differs.to(torch.int32), 1, 1))
     if is_bool:
-        return
+        return ()
     limits = torch.iinfo(torch.int32)
     lowest = torch.where(differs, wide, limits.max).amin((1, 2))
     highest = torch.where(differs, wide, limits.min).amax((1, 2))
@@ -166,15 +166,17 @@ def encode_blocks(
         other = torch.where(violated, nan_bits, other)
     values.copy_(torch.stack([first, other], 1).to(values.dtype))
     violations.copy_(torch.maximum(violations, violated.to(torch.int32).amax(0, keepdim=True)))
+    return ()
 
 
-def decode_blocks(bits: Tensor, values: Tensor, x: Tensor, *, is_bool: bool) -> None:
+def decode_blocks(bits: Tensor, values: Tensor, x: Tensor, *, is_bool: bool) -> tuple[Tensor, ...]:
     """Reference: bits uint8 [blocks, part], values [blocks, 2] -> x integers [blocks, 8, part]."""
     bit = unpack(bits, 1, BITS_PER_BYTE, 1)
     if is_bool:
         x.copy_(bit.to(x.dtype))
     else:
         x.copy_(torch.where(bit != 0, values[:, 1, None, None], values[:, 0, None, None]))
+    return ()
 
 
 def _raise_unless_two_valued(packed: BitmaskPacked, values: Tensor, check: BitmaskState) -> None:

@@ -23,7 +23,16 @@ from megatron_adacc.codecs.options import Implementation
 # torch.compile makes a separate version for sizes 0 and 1; such runs are left to the plain functions.
 LEAST_BLOCKS = 2
 
-BlockFunction = partial[None]
+# Parallel loops whatever the first size was (a serial loop made for a small tensor would serve large ones too),
+# and no tensors in between that Inductor would make for expressions it finds long.
+_INDUCTOR: dict[str, str | int | bool | Callable[..., object]] = {
+    "cpp.dynamic_threads": True,
+    "realize_opcount_threshold": 10_000,
+    "realize_reads_threshold": 10_000,
+    "realize_acc_reads_threshold": 10_000,
+}
+
+BlockFunction = partial[tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -119,17 +128,17 @@ def call(
 
 @functools.cache
 def compiled(
-    function: Callable[..., None], kinds: tuple[object, ...], **options: object
-) -> Callable[..., None]:
+    function: Callable[..., tuple[Tensor, ...]], kinds: tuple[object, ...], **options: object
+) -> Callable[..., tuple[Tensor, ...]]:
     """`function` compiled for one set of options and one kind of arguments (fixed sizes, dtypes, absences).
 
     Compilations are counted per code object and limited; each set therefore gets a code object of its own.
     Cached, because the result depends on the arguments alone.
     """
 
-    def run(*tensors: Tensor | None) -> None:
-        function(*tensors, **options)
+    def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return function(*tensors, **options)
 
     name = f"{function.__name__}_{abs(hash((kinds, tuple(options.items()))))}"
     own = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
-    return torch.compile(own, fullgraph=True)
+    return torch.compile(own, fullgraph=True, options=_INDUCTOR)

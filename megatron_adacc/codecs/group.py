@@ -18,7 +18,7 @@ from megatron_adacc.codecs import symmetric
 from megatron_adacc.codecs.base import Codec, Packed, State
 from megatron_adacc.codecs.blocks import Blocks
 from megatron_adacc.codecs.counter_random import draw_tensor
-from megatron_adacc.codecs.execute import LEAST_BLOCKS, EncodeOutputs, decode_run, encode_run
+from megatron_adacc.codecs.execute import LEAST_BLOCKS, BlockFunction, EncodeOutputs, decode_run, encode_run
 from megatron_adacc.codecs.layout import Layout
 from megatron_adacc.codecs.options import Implementation, Rounding, Scale
 from megatron_adacc.codecs.symmetric import Symmetric
@@ -86,7 +86,7 @@ class SymmetricCodec(GroupedCodec):
         """The constants of this format."""
         return Symmetric(self.bits, self.scale, self.rounding)
 
-    def encode_function(self, lead: int = 1) -> partial[None]:
+    def encode_function(self, lead: int = 1) -> BlockFunction:
         """The reference's encode with this format's constants."""
         constants = self.format
         return partial(
@@ -98,7 +98,7 @@ class SymmetricCodec(GroupedCodec):
             factors=(constants.large_factor, constants.small_factor, constants.special_factor),
         )
 
-    def decode_function(self) -> partial[None]:
+    def decode_function(self) -> BlockFunction:
         """The reference's decode with this format's constants."""
         return partial(symmetric.decode_blocks, bits=self.bits)
 

@@ -133,9 +133,7 @@ class ChannelStatistics:
                 "it, the others are quantized with their groups.",
                 len(found), num_channels, threshold, capacity,
             )  # fmt: skip
-        return OutlierState.from_channels(
-            found[:capacity], num_channels, self.sums.device, left_out=found[capacity:]
-        )
+        return OutlierState.from_channels(found[:capacity], num_channels, self.sums.device, left_out=found[capacity:])
 
 
 def channel_sums(matrix: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_adacc.codecs.blocks import pack, unpack
+from megatron_adacc.codecs.blocks import unpack
 from megatron_adacc.codecs.counter_random import uniform
 from megatron_adacc.codecs.options import Rounding, Scale
 
@@ -110,7 +110,7 @@ def encode_blocks(
     signed: bool,
     stochastic: bool,
     factors: tuple[float, float, float],
-) -> None:
+) -> tuple[Tensor, ...]:
     """Reference encode.
 
     Args:
@@ -122,18 +122,20 @@ def encode_blocks(
         lead: number of dimensions before `per`.
         bits, signed, stochastic: the format.
         factors: its (large, small, special) factors.
+
+    Returns:
+        What the blocks' codes were made with. Nobody needs it: torch.compile keeps in memory what it has to
+        return, and would else compute it again for every element.
     """
     half = 1 << (bits - 1)
     block_dims = (lead, lead + 1)
     large_factor, small_factor, special_factor = factors
-    x = x.to(torch.float32)
-    if excluded is not None:
-        x = torch.where(excluded, 0.0, x)
-    finite = x.abs() < torch.inf
-    value = torch.where(finite, x, 0.0)
-    high = value.amax(block_dims, keepdim=True).clamp_min(0.0)
-    low = -value.amin(block_dims, keepdim=True).clamp_max(0.0)
-    special = torch.where(finite, 0, 1).amax(block_dims, keepdim=True) > 0
+    value = _value(x, excluded)
+    finite = value.abs() < torch.inf
+    counted = torch.where(finite, value, 0.0)
+    high = counted.amax(block_dims, keepdim=True).clamp_min(0.0)
+    low = -counted.amin(block_dims, keepdim=True).clamp_max(0.0)
+    special = torch.where(finite, 0.0, 1.0).amax(block_dims, keepdim=True) > 0.0
     largest = torch.maximum(high, low)
     scale = largest * large_factor
     if signed:
@@ -143,23 +145,36 @@ def encode_blocks(
         scale = torch.where(high > low, -scale, scale)
     special_scale = (largest * special_factor).clamp(SMALLEST_SCALE, LARGEST_SPECIAL_SCALE)
     payload = (special_scale.view(torch.int32) + ((1 << SPECIAL_SHIFT) - 1)) >> SPECIAL_SHIFT
-    step = torch.where(special, (payload << SPECIAL_SHIFT).view(torch.float32), scale)
-    quotient = value / step
-    if stochastic:
-        assert draw is not None
-        rounded = torch.floor(quotient + uniform(draw, quotient.shape))
-    else:
-        rounded = torch.round(quotient)
-    lowest = torch.where(special, 2 - half, -half)
-    highest = torch.where(special, half - 2, half - 1)
-    code = torch.minimum(torch.maximum(rounded.to(torch.int32), lowest), highest)
-    code = torch.where(finite, code, torch.where(x > 0, half - 1, torch.where(x < 0, 1 - half, -half)))
-    codes.copy_(pack(code, bits, lead))
+    step = torch.where(special, (payload << SPECIAL_SHIFT).view(torch.float32), scale).squeeze(lead)
+    lowest = torch.where(special, 2.0 - half, -1.0 * half).squeeze(lead)
+    highest = torch.where(special, half - 2.0, half - 1.0).squeeze(lead)
     stored = torch.where(special, payload.view(torch.float32), scale)
     scales.copy_(stored.squeeze(lead + 1).squeeze(lead))
+    draws = None if draw is None else uniform(draw, x.shape)
+    packed: Tensor | None = None
+    for position in range(8 // bits):
+        # One part at a time, so that compiled code holds codes in registers and not in a tensor.
+        part = _value(x.select(lead, position), None if excluded is None else excluded.select(lead, position))
+        finite = part.abs() < torch.inf
+        quotient = torch.where(finite, part, 0.0) / step
+        up = None if draws is None else draws.select(lead, position)
+        rounded = torch.round(quotient) if up is None else torch.floor(quotient + up)
+        code = torch.minimum(torch.maximum(rounded, lowest), highest)
+        infinite = torch.where(part > 0.0, half - 1.0, 1.0 - half)
+        code = torch.where(finite, code, torch.where(part.abs() == torch.inf, infinite, -1.0 * half))
+        bits_of_code = (code.to(torch.int32) & ((1 << bits) - 1)) << (bits * position)
+        packed = bits_of_code if packed is None else packed | bits_of_code
+    assert packed is not None
+    codes.copy_(packed.to(torch.uint8))
+    return step, lowest, highest
 
 
-def decode_blocks(codes: Tensor, scales: Tensor, x: Tensor, *, lead: int = 1, bits: int) -> None:
+def _value(x: Tensor, excluded: Tensor | None) -> Tensor:
+    x = x.to(torch.float32)
+    return x if excluded is None else torch.where(excluded, 0.0, x)
+
+
+def decode_blocks(codes: Tensor, scales: Tensor, x: Tensor, *, lead: int = 1, bits: int) -> tuple[Tensor, ...]:
     """Reference decode: the reverse of encode_blocks; writes x [*blocks, per, part, *inner] of any float dtype.
 
     Values beyond the range of x's dtype become its largest finite values.
@@ -176,3 +191,4 @@ def decode_blocks(codes: Tensor, scales: Tensor, x: Tensor, *, lead: int = 1, bi
     value = torch.where(special & (code == 1 - half), -torch.inf, value)
     value = torch.where(special & (code == half - 1), torch.inf, value)
     x.copy_(value.to(x.dtype))
+    return ()
