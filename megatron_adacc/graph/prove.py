@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_adacc.graph.model import LayerGraph, Origin, Tagged
 from megatron_adacc.graph.roles import with_roles
@@ -21,8 +21,50 @@ def same_program(a: LayerGraph, b: LayerGraph) -> bool:
     return fingerprint(a) == fingerprint(b)
 
 
-def prove(first: Traced, second: Traced) -> Traced:
-    """The second trace, strengthened by the first. Both must be of equal programs."""
+HOST_READ = "follows a value"
+VARYING = "takes a number that differs from call to call"
+
+
+@dataclass(frozen=True)
+class Varying:
+    """What is known to differ between calls of one key: ops by index, literals by buffer."""
+
+    ops: frozenset[int] = frozenset()
+    literals: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.ops or self.literals)
+
+    def __or__(self, other: Varying) -> Varying:
+        return Varying(self.ops | other.ops, self.literals | other.literals)
+
+    def mark(self, graph: LayerGraph) -> LayerGraph:
+        """The graph with the ops barred and the literals opaque."""
+        if not self:
+            return graph
+        ops = tuple(replace(op, barrier=VARYING) if op.index in self.ops else op for op in graph.ops)
+        buffers = tuple(
+            replace(b, origin=Origin.OPAQUE, value=None, note="made from numbers that differ from call to call")
+            if b.index in self.literals
+            else b
+            for b in graph.buffers
+        )
+        return replace(graph, ops=ops, buffers=buffers)
+
+    def same_program(self, a: LayerGraph, b: LayerGraph) -> bool:
+        """Whether two marked graphs are equal once the arguments of varying ops are left out."""
+
+        def stripped(graph: LayerGraph) -> LayerGraph:
+            return replace(
+                graph, ops=tuple(replace(op, args=(), kwargs=()) if op.index in self.ops else op for op in graph.ops)
+            )
+
+        return same_program(stripped(a), stripped(b))
+
+
+def prove(first: Traced, second: Traced, depends_on_host: bool) -> Traced:
+    """The second trace, strengthened by the first. Both must be of equal programs, but for numbers where
+    ``depends_on_host``: then nothing that follows a host read is trusted."""
     graph = second.graph
     buffers = list(graph.buffers)
     for index, later in second.externals.items():
@@ -30,8 +72,8 @@ def prove(first: Traced, second: Traced) -> Traced:
         if earlier is not None and earlier.same_constant(later):
             buffers[index] = replace(buffers[index], origin=Origin.CONSTANT, note="")
     ops = graph.ops
-    if _host_values_differ(first, second):
-        ops = tuple(replace(op, barrier=None) if (op.barrier or "").startswith("follows a value") else op for op in ops)
+    if not depends_on_host and _host_values_differ(first, second):
+        ops = tuple(replace(op, barrier=None) if (op.barrier or "").startswith(HOST_READ) else op for op in ops)
     return replace(second, graph=with_roles(replace(graph, buffers=tuple(buffers), ops=ops)))
 
 
@@ -40,23 +82,24 @@ def _host_values_differ(first: Traced, second: Traced) -> bool:
     return bool(pairs) and all(a is not None and b is not None and a != b for a, b in pairs)
 
 
-def differing_ops(a: LayerGraph, b: LayerGraph) -> dict[int, str]:
-    """Ops whose numbers differ between two traces that are equal in everything else. Empty when the traces
-    differ in more than that, or in nothing."""
-    if len(a.ops) != len(b.ops) or a.packs != b.packs:
-        return {}
-    found = {}
+def differences(a: LayerGraph, b: LayerGraph) -> Varying:
+    """Ops and literals whose numbers differ between two traces that are equal in everything else. Nothing when
+    the traces differ in more than that."""
+    if len(a.ops) != len(b.ops) or len(a.buffers) != len(b.buffers) or a.packs != b.packs:
+        return Varying()
+    ops = set()
     for x, y in zip(a.ops, b.ops, strict=True):
-        if fingerprint_args(x.args, x.kwargs) == fingerprint_args(y.args, y.kwargs):
+        if _text(x.args, x.kwargs) == _text(y.args, y.kwargs):
             continue
         if x.target != y.target or x.reads != y.reads or x.writes != y.writes:
-            return {}
-        found[x.index] = "takes a number that differs from call to call"
-    return found
+            return Varying()
+        ops.add(x.index)
+    literals = {x.index for x, y in zip(a.buffers, b.buffers, strict=True) if _text(x.value) != _text(y.value)}
+    return Varying(frozenset(ops), frozenset(literals))
 
 
-def fingerprint_args(*arguments: object) -> str:
-    """Text that is equal for equal arguments; NaN equals itself."""
+def _text(*arguments: object) -> str:
+    """Equal for equal arguments; NaN equals itself."""
     return repr([_without_identity(a) for a in arguments])
 
 

@@ -21,7 +21,7 @@ from megatron_adacc.graph.model import (
 )
 
 FORMAT = 1
-_KINDS: dict[str, type] = {c.__name__: c for c in (Buffer, InputSpec, LayerGraph, Op, Pack, Tagged, View)}
+_CLASSES: dict[str, type] = {c.__name__: c for c in (Buffer, InputSpec, LayerGraph, Op, Pack, Tagged, View)}
 
 
 def _plain(value: Any) -> Any:
@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
     fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return {"kind": type(value).__name__} | fields
+    return {"class": type(value).__name__} | fields
 
 
 def _live(value: Any) -> Any:
@@ -46,12 +46,12 @@ def _live(value: Any) -> Any:
     if "float" in value:
         text = value["float"]
         return float(text) if text in ("inf", "-inf", "nan") else float.fromhex(text)
-    fields = {k: _live(v) for k, v in value.items() if k != "kind"}
-    if value["kind"] == "Buffer":
+    fields = {k: _live(v) for k, v in value.items() if k != "class"}
+    if value["class"] == "Buffer":
         fields["origin"] = Origin(fields["origin"])
-    if value["kind"] == "LayerGraph":
+    if value["class"] == "LayerGraph":
         fields["roles"] = tuple(Role(r) for r in fields["roles"])
-    return _KINDS[value["kind"]](**fields)
+    return _CLASSES[value["class"]](**fields)
 
 
 def to_json(graph: LayerGraph) -> str:

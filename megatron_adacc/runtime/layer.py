@@ -218,12 +218,12 @@ def _plain_forward(module: nn.Module) -> Any:
 
 
 def _saved_bases(traced: Traced, handles: list[_Deferred]) -> dict[int, Tensor]:
-    """Base tensors of saved activations, by buffer."""
+    """Base tensors of what autograd saved, by buffer."""
     graph = traced.graph
     found: dict[int, Tensor] = {}
     for pack, deferred in zip(graph.packs, handles, strict=True):
         buffer = graph.buffers[pack.view.buffer]
-        if graph.is_activation(buffer.index) and buffer.storage >= 0 and buffer.index not in found:
+        if buffer.storage >= 0 and buffer.index not in found:
             assert deferred.tensor is not None
             found[buffer.index] = base_of(deferred.tensor, pack.view, buffer)
     return found

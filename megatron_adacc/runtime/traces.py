@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_adacc.graph.model import LayerGraph, Origin
-from megatron_adacc.graph.prove import differing_ops, prove, same_program
+from megatron_adacc.graph.prove import Varying, differences, prove
 from megatron_adacc.graph.replay import Context
-from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.graph.tracer import Traced
 from megatron_adacc.graph.verify import Evidence, verify
 from megatron_adacc.planner import LayerPlan
@@ -44,7 +43,7 @@ class Trace:
     settled: Traced | None = None
     evidence: Evidence | None = None
     programs: dict[LayerPlan, Program] = field(default_factory=dict)
-    varying: dict[int, str] = field(default_factory=dict)  # ops with numbers that change, by index
+    varying: Varying = field(default_factory=Varying)
     given_up: bool = False
 
     @property
@@ -119,19 +118,15 @@ class TraceCache:
         and inputs."""
         self.count += 1
         trace.calls += 1
-        traced = replace(traced, graph=_with_barriers(traced.graph, trace.varying))
+        traced = replace(traced, graph=trace.varying.mark(traced.graph))
         settled = False
         if trace.last is not None:
-            if not same_program(trace.last.graph, traced.graph):
-                trace.varying |= differing_ops(trace.last.graph, traced.graph)
-                traced = replace(traced, graph=_with_barriers(traced.graph, trace.varying))
-                last = replace(trace.last, graph=_with_barriers(trace.last.graph, trace.varying))
-                settled = _agree_but_for(last.graph, traced.graph, trace.varying)
-                if settled:
-                    traced = prove(replace(last, graph=traced.graph), traced)
-            else:
-                traced = prove(trace.last, traced)
-                settled = True
+            trace.varying |= differences(trace.last.graph, traced.graph)
+            first, second = (trace.varying.mark(t.graph) for t in (trace.last, traced))
+            settled = trace.varying.same_program(first, second)
+            traced = replace(traced, graph=second)
+            if settled:
+                traced = prove(trace.last, traced, depends_on_host=bool(trace.varying))
         constants = constants_of(traced)
         context = context_of(traced)
         evidence = verify(traced.graph, saved, sources(traced.graph) | dict(constants.tensors), context, module)
@@ -154,25 +149,6 @@ class TraceCache:
                     "kept as autograd would.", traced.graph.module,
                 )  # fmt: skip
         return program
-
-
-def _with_barriers(graph: LayerGraph, varying: Mapping[int, str]) -> LayerGraph:
-    if not varying:
-        return graph
-    ops = tuple(replace(op, barrier=op.barrier or varying.get(op.index)) for op in graph.ops)
-    return replace(graph, ops=ops)
-
-
-def _agree_but_for(a: LayerGraph, b: LayerGraph, varying: Mapping[int, str]) -> bool:
-    """Whether two graphs are equal once the arguments of varying ops are left out."""
-    if not varying or len(a.ops) != len(b.ops):
-        return False
-
-    def stripped(graph: LayerGraph) -> LayerGraph:
-        ops = (replace(op, args=(), kwargs=()) if op.index in varying else op for op in graph.ops)
-        return replace(graph, ops=tuple(ops))
-
-    return fingerprint(stripped(a)) == fingerprint(stripped(b))
 
 
 def context_of(traced: Traced) -> Context:
