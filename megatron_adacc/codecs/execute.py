@@ -123,7 +123,9 @@ def call(
         if tensor.shape[0] == blocks:
             torch._dynamo.mark_dynamic(tensor, 0)
     shared_kinds = tuple(tensor is not None for tensor in shared)
-    compiled(function.func, (kinds, shared_kinds), **function.keywords)(*by_block, *shared)
+    # Compiled code is tied to the autocast state; it has no operation that autocast would change.
+    with torch.autocast("cpu", enabled=False, dtype=torch.bfloat16):
+        compiled(function.func, (kinds, shared_kinds), **function.keywords)(*by_block, *shared)
 
 
 @functools.cache

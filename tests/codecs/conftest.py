@@ -1,0 +1,9 @@
+"""What the codec tests share."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(1234)
