@@ -80,37 +80,36 @@ class Weight:
 
 
 class Packing:
-    """One buffer as a codec packed it, with its handles that still have to be asked."""
+    """One buffer as a codec packed it. Several handles of one buffer share what the first of them decoded;
+    recipes decode for themselves, since a mask is small while it waits for its reader and large once decoded."""
 
-    __slots__ = ("__weakref__", "codec", "decoded", "packed", "pending", "stash")
+    __slots__ = ("__weakref__", "codec", "decoded", "packed", "readers", "stash", "waiting")
 
     def __init__(self, stash: Stash, codec: Codec, packed: Packed) -> None:
         self.codec = codec
         self.packed = packed
         self.decoded: Tensor | None = None
-        self.pending: set[int] = set()
+        self.readers: set[int] = set()  # handles that live
+        self.waiting: set[int] = set()  # handles that will share what is decoded now
         self.stash = stash
         stash.owned.append(weakref.ref(self))
 
     def base(self) -> Tensor:
-        """The decoded buffer; kept only while a handle waits for it."""
-        if self.decoded is not None:
-            return self.decoded
-        decoded = self.codec.decode(self.packed)
-        if self.pending:
-            self.decoded = decoded
-        return decoded
+        """The buffer."""
+        return self.codec.decode(self.packed) if self.decoded is None else self.decoded
 
     def ask(self, entry: int) -> Tensor:
-        self.pending.discard(entry)
         base = self.base()
-        if not self.pending:
-            self.decoded = None
+        if self.decoded is None:
+            self.waiting = set(self.readers)
+        self.waiting.discard(entry)
+        self.decoded = base if self.waiting else None
         return base
 
     def forget(self, entry: int) -> None:
-        self.pending.discard(entry)
-        if not self.pending:
+        self.readers.discard(entry)
+        self.waiting.discard(entry)
+        if not self.waiting:
             self.decoded = None
 
     def stored_storages(self) -> tuple[UntypedStorage, ...]:
@@ -130,7 +129,7 @@ class Encoded:
         self.entry = entry
         self.loader = loader
         self.site = site
-        packing.pending.add(entry)
+        packing.readers.add(entry)
 
     def unpack(self) -> Tensor:
         if self.watch._version != self.version:
@@ -200,6 +199,18 @@ class Source:
         return storages_of(self.tensor) if self.counted else ()
 
 
+class _Environment(dict[int, Tensor]):
+    """Tensors of a replay by buffer; a source is loaded, and decoded, by the step that first reads it."""
+
+    def __init__(self, rebuild: Rebuild, live: dict[int, Tensor]) -> None:
+        super().__init__(live)
+        self._rebuild = rebuild
+
+    def __missing__(self, buffer: int) -> Tensor:
+        loaded = self[buffer] = self._rebuild.load(buffer)
+        return loaded
+
+
 class Rebuild:
     """A group of recipes of one layer call."""
 
@@ -221,7 +232,7 @@ class Rebuild:
         if base is None:
             if not any(self.pending.values()):
                 # The first reader of this pass: every recipe runs once, for all readers to come.
-                rebuilt = self.replayer.run(self._env(self.replayer.group.sources), self.module)
+                rebuilt = self.replayer.run(_Environment(self, {}), self.module)
                 self.pending = {b: set(entries) for b, entries in self.readers.items() if entries}
                 self.live = {b: t for b, t in rebuilt.items() if b in self.pending}
                 base = rebuilt[buffer]
@@ -245,20 +256,18 @@ class Rebuild:
             self.live.pop(buffer, None)
 
     def _again(self, buffer: int) -> Tensor:
-        live = dict(self.live)
-        replayer = self.program.replayer_for(buffer, frozenset(live))
-        env = self._env(tuple(b for b in replayer.group.sources if b not in live))
-        env |= {b: live[b] for b in replayer.group.sources if b in live}
-        return replayer.run(env, self.module)[buffer]
+        replayer = self.program.replayer_for(buffer, frozenset(self.live))
+        return replayer.run(_Environment(self, self.live), self.module)[buffer]
 
-    def _env(self, wanted: tuple[int, ...]) -> dict[int, Tensor]:
+    def load(self, buffer: int) -> Tensor:
+        """The base tensor of a source."""
         if self.sources is None:
             raise RuntimeError(
                 "a backward pass asked for a recomputed activation before the layer's forward had returned; "
                 "layers that call autograd inside their forward need the plan 'keep'"
             )
-        sources = self.sources
-        return {b: sources[b].base() if b in sources else self.program.literal(b) for b in wanted}
+        source = self.sources.get(buffer)
+        return self.program.literal(buffer) if source is None else source.base()
 
     def stored_storages(self) -> tuple[UntypedStorage, ...]:
         found = [t.untyped_storage() for t in self.live.values()]
