@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "megatron_adacc.megatron.prepare_data",
         "train a tokenizer and write a Megatron data set from text files",
     ),
+    "kernels": ("megatron_adacc.kernel_tool", "compile the Triton kernels offline, or time them on a GPU"),
     "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
 }
 
