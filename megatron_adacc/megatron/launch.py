@@ -134,6 +134,7 @@ def _apply_patches(device: str, arguments: list[str]) -> None:
     from megatron_adacc.megatron import checks, cpu_flags, flags
     from megatron_adacc.patches import (
         core_datasets_utils,
+        core_optimizer_distrib_optimizer,
         core_transformer_torch_norm,
         patching,
         training_argument_utils,
@@ -164,6 +165,7 @@ def _apply_patches(device: str, arguments: list[str]) -> None:
             *training_arguments.patches(flags.add_flags, adjust),
             *training_argument_utils.patches(check),
             *core_datasets_utils.patches(),
+            *core_optimizer_distrib_optimizer.patches(),
             *core_transformer_torch_norm.patches(),
             *(training_initialize.patches() if device == "cpu" else ()),
         ]

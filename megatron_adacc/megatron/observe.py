@@ -20,7 +20,7 @@ import torch
 from megatron_adacc.atomic import write_text
 from megatron_adacc.megatron.report import Report, Row
 from megatron_adacc.patches.training_training import Step
-from megatron_adacc.runtime.held import HeldBytes, HeldMeter
+from megatron_adacc.runtime.held import HeldMeter
 from megatron_adacc.runtime.peak import PeakMeter
 
 _MIB = 2**20
@@ -46,11 +46,12 @@ class Observer:
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
-        self._held: HeldMeter | None = None
+        self._held: list[HeldMeter] = []
         self._peak: PeakMeter | None = None
-        self._forward: HeldBytes | None = None
+        self._layers_of_chunks: dict[int, dict[str, int]] = {}
         self._held_bytes = 0
         self._step_ms: list[float] = []
+        self._skipped = 0
         self._figures: list[_Figures] = []
         self._layers: list[dict[str, int]] | None = None
         self._report = Report.start(args)
@@ -65,9 +66,11 @@ class Observer:
         @functools.wraps(forward_step)
         def measured(*args: Any, **kwargs: Any) -> Any:
             result = forward_step(*args, **kwargs)
+            chunk = next(index for index, candidate in enumerate(model) if candidate is args[1])
             if isinstance(result[0], torch.Tensor) and result[0].grad_fn is not None:
-                self._forward = held.measure(result[0])
-                self._held_bytes = max(self._held_bytes, self._forward.total_bytes)
+                forward = held[chunk].measure(result[0])
+                self._layers_of_chunks[chunk] = dict(forward.layer_bytes)
+                self._held_bytes = max(self._held_bytes, forward.total_bytes)
             return result
 
         peak.start_step()
@@ -78,23 +81,25 @@ class Observer:
             milliseconds = (time.perf_counter() - start) * 1e3
             figures = peak.end_step()
         self._step_ms.append(milliseconds)
+        self._skipped += int(result[1])
         self._figures.append(_Figures(self._held_bytes, figures.peak_bytes, figures.rss_peak_bytes))
         last = iteration >= (self._args.train_iters or 0)
         if iteration % self._args.log_interval == 0 or last:
             self._log(iteration, result[0], last)
         return result
 
-    def _meters(self, model: list) -> tuple[HeldMeter, PeakMeter]:
-        """The meters, made at the first step: then the model, its data-parallel wrapper and optimizer exist."""
-        if self._held is None or self._peak is None:
+    def _meters(self, model: list) -> tuple[list[HeldMeter], PeakMeter]:
+        """One meter a model chunk, and the peak's; made at the first step, when model and optimizer exist."""
+        if self._peak is None:
             from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
-            layers: dict[str, torch.nn.Module] = {}
             for chunk in model:
-                for module in chunk.modules():
-                    if isinstance(module, BaseTransformerLayer):
-                        layers[f"layer.{module.layer_number}"] = module
-            self._held = HeldMeter(layers, torch.nn.ModuleList(model))
+                layers = {
+                    f"layer.{module.layer_number}": module
+                    for module in chunk.modules()
+                    if isinstance(module, BaseTransformerLayer)
+                }
+                self._held.append(HeldMeter(layers, chunk))
             self._peak = PeakMeter(self._device())
         return self._held, self._peak
 
@@ -117,18 +122,20 @@ class Observer:
         ranks = self._gather(mine)
         if self._layers is None:
             self._layers = [{} for _ in ranks]
-            own = dict(self._forward.layer_bytes) if self._forward is not None else {}
+            own = {name: size for layers in self._layers_of_chunks.values() for name, size in layers.items()}
             torch.distributed.all_gather_object(self._layers, own)
         if torch.distributed.get_rank() != len(ranks) - 1:
             return
         row = Row(
             iteration=iteration,
             lm_loss=float(losses["lm loss"]) if "lm loss" in losses else None,
+            skipped_iterations=self._skipped,
             step_ms=milliseconds,
             held_bytes=max(figure.held_bytes for figure in ranks),
             peak_bytes=_largest(figure.peak_bytes for figure in ranks),
             peak_rss_bytes=max(figure.peak_rss_bytes for figure in ranks),
         )
+        self._skipped = 0
         self._report.rows.append(row)
         self._report.ranks = [{"rank": rank, **asdict(figure)} for rank, figure in enumerate(ranks)]
         for layers in self._layers:

@@ -15,7 +15,8 @@ FORMAT = 1
 class Row:
     """The figures of one logged iteration: largest over the ranks and over the steps since the row before.
 
-    lm_loss: of this iteration (None where it was skipped, as after an overflow in fp16).
+    lm_loss: of this iteration (None where the job's loss has another name).
+    skipped_iterations: since the row before, steps whose update was left out, as after an overflow in fp16.
     step_ms: median wall-clock milliseconds of the steps since the row before, on the last rank.
     held_bytes: held for backward after one micro-batch's forward. peak_bytes: of the step, on the device
     (None where it could not be measured, see docs/accounting.md). peak_rss_bytes: of the process.
@@ -23,6 +24,7 @@ class Row:
 
     iteration: int
     lm_loss: float | None
+    skipped_iterations: int
     step_ms: float
     held_bytes: int
     peak_bytes: int | None

@@ -28,7 +28,7 @@ def check_sentence(run, *, program="pretrain_gpt.py", code=2):
         ({"num_attention_heads": 3}, "Megatron refuses these arguments"),
         ({"tensor_model_parallel_size": 2}, "world size (1) is not divisible"),
         ({"data_path": "nowhere/text"}, "nowhere/text.bin and nowhere/text.idx are missing"),
-        ({"padded_vocab_size": 64}, "The tokenizer has 128 entries, but the model's vocabulary has 64"),
+        ({"padded_vocab_size": 64}, "The tokenizer has 127 entries, but the model's vocabulary has 64"),
         ({"no_such_flag": 1}, "unrecognized arguments: --no-such-flag 1"),
         ({"sft": True}, "--sft is a job of upstream's own script"),
         ({"fp8_format": "hybrid"}, "--fp8-format needs a GPU"),

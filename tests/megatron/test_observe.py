@@ -78,7 +78,7 @@ def test_weights_and_biases_gets_the_same_scalars(monkeypatch):
     watcher = object.__new__(Observer)
     watcher._args = types.SimpleNamespace(adacc_plan="full")
     watcher._report = types.SimpleNamespace(layer_held_bytes={"layer.1": 7})
-    watcher._say(Row(3, 1.0, 2.0, 10, None, 30))
+    watcher._say(Row(3, 1.0, 0, 2.0, 10, None, 30))
     assert logged == [
         ({"adacc/held-bytes": 10, "adacc/peak-rss-bytes": 30, "adacc/step-ms": 2.0, "adacc/held-bytes/layer.1": 7}, 3)
     ]

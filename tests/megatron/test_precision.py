@@ -16,19 +16,20 @@ def test_fp16_with_dynamic_loss_scaling(trained):
     scales = [
         float(line.split("loss scale: ")[1].split(" ")[0]) for line in run.text.splitlines() if "loss scale:" in line
     ]
-    skipped = [loss is None for loss in run.losses]
+    skipped = [row["skipped_iterations"] for row in run.report["iterations"]]
     # It starts too high, overflows, halves until a step succeeds, and grows again after a window.
-    assert skipped[0]
-    assert scales[0] > min(scales)
-    assert any(later > earlier for earlier, later in itertools.pairwise(scales))
+    assert skipped[:2] == [1, 1]
+    assert skipped.count(0) > 8
+    assert scales[0] == 2**23
+    assert any(later == 2 * earlier for earlier, later in itertools.pairwise(scales))
     assert run.report["run"]["dtype"] == "float16"
-    assert falls([loss for loss in run.losses if loss is not None])
+    assert falls(run.losses[skipped.index(0) :])
 
 
 def test_fp16_agrees_over_the_strategies(trained):
     settings = {"fp16": True, "initial_loss_scale": 2**10, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     runs = [trained(plan=plan, **settings) for plan in ("off", "full")]
-    assert None not in runs[0].losses
+    assert {row["skipped_iterations"] for row in runs[0].report["iterations"]} == {0}
     assert runs[0].losses == runs[1].losses
 
 
@@ -36,14 +37,22 @@ def test_bf16_is_near_fp32(trained):
     exact, rounded = trained(iterations=16), trained(iterations=16, bf16=True)
     assert rounded.report["run"]["dtype"] == "bfloat16"
     assert rounded.losses != exact.losses
-    assert rounded.losses == pytest.approx(exact.losses, abs=0.05)
+    # The first loss differs by rounding alone; later ones follow slightly different weights.
+    assert rounded.losses[0] == pytest.approx(exact.losses[0], abs=2e-3)
+    assert rounded.losses == pytest.approx(exact.losses, abs=0.25)
     assert falls(rounded.losses)
 
 
 def test_four_micro_batches_accumulate_to_the_gradient_of_one_large_batch(trained):
-    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "global_batch_size": 8}
+    # Without learned positions: those are drawn after Megatron's warm-up, which draws a micro-batch of numbers.
+    settings = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "global_batch_size": 8,
+        "position_embedding_type": "rope",
+    }
     four, one = trained(micro_batch_size=2, **settings), trained(micro_batch_size=8, **settings)
-    assert four.losses == pytest.approx(one.losses, abs=1e-5)
+    assert four.losses == pytest.approx(one.losses, abs=1e-4)
     assert four.summary["held_bytes"] < 0.3 * one.summary["held_bytes"]
 
 

@@ -65,6 +65,7 @@ def test_another_upstream_is_refused_with_symbol_and_version_and_nothing_is_appl
 def test_every_patch_of_ours_fits_the_installed_upstream():
     from megatron_adacc.patches import (
         core_datasets_utils,
+        core_optimizer_distrib_optimizer,
         core_transformer_torch_norm,
         training_argument_utils,
         training_arguments,
@@ -77,13 +78,14 @@ def test_every_patch_of_ours_fits_the_installed_upstream():
 
     patches = [
         *core_datasets_utils.patches(),
+        *core_optimizer_distrib_optimizer.patches(),
         *core_transformer_torch_norm.patches(),
         *training_argument_utils.patches(nothing),
         *training_arguments.patches(nothing, nothing),
         *training_initialize.patches(),
         *training_training.patches(nothing),
     ]
-    assert len({patch.name for patch in patches}) == len(patches) == 7
+    assert len({patch.name for patch in patches}) == len(patches) == 10
     patching.apply(patches).close()
 
 
