@@ -83,7 +83,7 @@ class View:
 class Tagged:
     """An argument that is neither a number, a string nor a tensor: a dtype, a device, a process group.
 
-    ``kind`` is one of dtype, device, layout, memory_format, complex, object; an object's ``value`` is its
+    ``kind`` is one of dtype, device, layout, memory_format, complex, tensor, object; an object's ``value`` is its
     place in the trace's table of live objects, and ``note`` its type, so that graphs of two ranks compare.
     """
 

@@ -38,16 +38,22 @@ class Recorder:
         self._device: torch.device | None = None
         for named in named_tensors(module):
             self._storages.name(named)
-        self._inputs = call_tensors(args, kwargs)
-        for name, tensor in self._inputs:
+        inputs = call_tensors(args, kwargs)
+        for name, tensor in inputs:
             if has_plain_storage(tensor):
                 self._device = self._device or tensor.device
                 self._storages.name(Named(Origin.INPUT, name, tensor))
-        self._input_specs = tuple(self._input_spec(name, t) for name, t in self._inputs)
+        self._input_specs = tuple(self._input_spec(name, t) for name, t in inputs)
 
     @property
     def _path(self) -> str:
         return ""
+
+    def _let_go(self) -> None:
+        """Hold no tensor any more: the arguments carry the graph of everything before this layer."""
+        self._storages = Storages()
+        self._externals = {}
+        self._objects = []
 
     def pack(self, tensor: Tensor) -> int:
         """Note that autograd saved this tensor; returns its place in the order of saves."""
@@ -137,7 +143,7 @@ class Recorder:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Tensor):
-            return self._view(value) if has_plain_storage(value) else self._object(value)
+            return self._view(value) if has_plain_storage(value) else Tagged("tensor", type(value).__name__)
         if isinstance(value, (tuple, list)):
             return tuple(self._encode(v) for v in value)
         if isinstance(value, torch.dtype):

@@ -42,7 +42,7 @@ class ModulePaths:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._stack.clear()
+        self._stack.clear()  # entries hold the arguments of calls that an exception cut short
 
     def _entry(self, path: str) -> Callable[..., None]:
         def hook(submodule: nn.Module, args: Any, kwargs: Any) -> None:

@@ -140,9 +140,11 @@ class Tracer(Recorder, TorchDispatchMode):
             packs=tuple(self._packs),
             outputs=outputs,
         )
-        return Traced(
-            with_roles(graph), tuple(self._objects), dict(self._externals), tuple(self._host_values), self._device
+        traced = Traced(
+            with_roles(graph), tuple(self._objects), self._externals, tuple(self._host_values), self._device
         )
+        self._let_go()
+        return traced
 
     # ---- ops -------------------------------------------------------------------------------------------
 

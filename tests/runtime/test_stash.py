@@ -122,6 +122,14 @@ class TestLifetime:
             for _ in range(3):
                 layer(torch.randn(4, 16, requires_grad=True)).sum().backward()
                 assert handle.stored_bytes() == 0
+            # Also not while tracing, when the arguments carry a graph of their own.
+            layers = [Block(), Block()]
+            with attach(layers, "recompute", min_bytes=0) as traced:
+                for _ in range(3):
+                    y = layers[1](layers[0](torch.randn(4, 16, requires_grad=True)))
+                    assert traced.stored_bytes() > 0
+                    del y
+                    assert traced.stored_bytes() == 0
         finally:
             gc.enable()
 
