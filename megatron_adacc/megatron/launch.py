@@ -131,10 +131,11 @@ def _prepare(arguments: list[str]) -> None:
 
 
 def _apply_patches(device: str, arguments: list[str]) -> None:
-    from megatron_adacc.megatron import checks, cpu_flags, flags
+    from megatron_adacc.megatron import checks, cpu_flags, flags, strategies
     from megatron_adacc.patches import (
         core_datasets_utils,
         core_optimizer_distrib_optimizer,
+        core_transformer_spec_utils,
         core_transformer_torch_norm,
         patching,
         training_argument_utils,
@@ -159,6 +160,10 @@ def _apply_patches(device: str, arguments: list[str]) -> None:
             from megatron_adacc.megatron.observe import Observer
 
             patching.apply(training_training.patches(Observer(args).around_step))
+        if strategies.get(args.adacc_plan).plan is not None:
+            from megatron_adacc.megatron.layer import marked
+
+            patching.apply(core_transformer_spec_utils.patches(marked))
 
     patching.apply(
         [

@@ -18,8 +18,12 @@ from typing import Any
 import torch
 
 from megatron_adacc.atomic import write_text
+from megatron_adacc.megatron import strategies
+from megatron_adacc.megatron.console import say
+from megatron_adacc.megatron.layer import attach_plan
 from megatron_adacc.megatron.report import Report, Row
 from megatron_adacc.patches.training_training import Step
+from megatron_adacc.runtime.attach import Handle
 from megatron_adacc.runtime.held import HeldMeter
 from megatron_adacc.runtime.peak import PeakMeter
 
@@ -52,15 +56,17 @@ class Observer:
         self._held_bytes = 0
         self._step_ms: list[float] = []
         self._skipped = 0
+        self._described = False
         self._figures: list[_Figures] = []
         self._layers: list[dict[str, int]] | None = None
+        self._handle: Handle | None = None
         self._report = Report.start(args)
         self._written_at = 0.0
         atexit.register(self._write)
 
     def around_step(self, step: Step, forward_step: Callable, model: list, iteration: int) -> tuple:
         """Run one step with its forwards measured; logs at the log interval. `iteration` counts from 1."""
-        held, peak = self._meters(model)
+        held, peak = self._start(model)
         self._held_bytes = 0
 
         @functools.wraps(forward_step)
@@ -83,16 +89,23 @@ class Observer:
         self._step_ms.append(milliseconds)
         self._skipped += int(result[1])
         self._figures.append(_Figures(self._held_bytes, figures.peak_bytes, figures.rss_peak_bytes))
+        if self._handle is not None and not self._described:
+            self._described = True
+            say(f"the layers of rank 0 under --adacc-plan {self._args.adacc_plan}\n{self._handle.report()}")
         last = iteration >= (self._args.train_iters or 0)
         if iteration % self._args.log_interval == 0 or last:
             self._log(iteration, result[0], last)
         return result
 
-    def _meters(self, model: list) -> tuple[list[HeldMeter], PeakMeter]:
-        """One meter a model chunk, and the peak's; made at the first step, when model and optimizer exist."""
+    def _start(self, model: list) -> tuple[list[HeldMeter], PeakMeter]:
+        """One meter a model chunk, and the peak's; made at the first step, when model and optimizer exist.
+
+        A plan of our own is attached before, so that its first forward is measured too.
+        """
         if self._peak is None:
             from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
+            self._handle = attach_plan(strategies.get(self._args.adacc_plan), model)
             for chunk in model:
                 layers = {
                     f"layer.{module.layer_number}": module

@@ -1,6 +1,8 @@
-"""What --adacc-plan NAME does to Megatron's arguments: one class a strategy, one verb."""
+"""What --adacc-plan names: one class a strategy, with what it does to Megatron's arguments and layers."""
 
+import os
 from argparse import Namespace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from megatron_adacc.errors import UserError
@@ -16,10 +18,24 @@ _RECOMPUTE_FLAGS = {
 }
 
 
+# What else would decide about the tensors that a plan decides about, or hide them from it.
+_OTHERS = {
+    "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+}
+
+
 class Strategy(Protocol):
     """Something that --adacc-plan can name."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str:
+        """As it is written behind --adacc-plan."""
+
+    @property
+    def plan(self) -> str | None:
+        """What is attached to the transformer layers (attach()'s plan), None where nothing is."""
 
     def apply(self, args: Namespace) -> None:
         """Write the strategy into `args`, before Megatron validates them; UserError where it cannot work."""
@@ -37,6 +53,7 @@ class Off:
     """Megatron as it is; nothing is installed."""
 
     name: ClassVar[str] = "off"
+    plan: ClassVar[None] = None
 
     def apply(self, args: Namespace) -> None:
         """Nothing: Megatron's own recompute flags, if given, keep their meaning."""
@@ -46,6 +63,7 @@ class Full:
     """Megatron's full recompute: each layer keeps its input and is run again in the backward pass."""
 
     name: ClassVar[str] = "full"
+    plan: ClassVar[None] = None
 
     def apply(self, args: Namespace) -> None:
         """Recompute every layer on its own."""
@@ -59,6 +77,7 @@ class Selective:
     """Megatron's selective recompute: scores, softmax and dropout of the attention are run again."""
 
     name: ClassVar[str] = "selective"
+    plan: ClassVar[None] = None
 
     def apply(self, args: Namespace) -> None:
         """Recompute the core attention of every layer."""
@@ -67,12 +86,45 @@ class Selective:
         args.recompute_modules = ["core_attn"]
 
 
-STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in (Off(), Full(), Selective())}
+@dataclass(frozen=True)
+class Attached:
+    """A plan of our own, attached to every transformer layer: by its name, or from a plan file."""
+
+    name: str
+
+    @property
+    def plan(self) -> str:
+        """The name or path, as attach() takes it."""
+        return self.name
+
+    def apply(self, args: Namespace) -> None:
+        """Nothing is changed; UserError for what decides about the same tensors."""
+        _refuse_own_recompute(self.name, args)
+        for name, flag in _OTHERS.items():
+            if getattr(args, name, None):
+                raise UserError(
+                    f"--adacc-plan {self.name} decides what becomes of the activations, and so does {flag}: leave out "
+                    "one of the two."
+                )
+        if getattr(args, "cuda_graph_impl", "none") not in ("none", None):
+            raise UserError(
+                f"--adacc-plan {self.name} works on the operations of a layer, and --cuda-graph-impl "
+                f"{args.cuda_graph_impl} replaces them by one graph: leave out one of the two."
+            )
+
+
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (Off(), Full(), Selective(), Attached("keep"), Attached("recompute"), Attached("compress"))
+}
 
 
 def get(name: str) -> Strategy:
-    """The strategy of that name; UserError, naming the known ones, otherwise."""
-    try:
+    """The strategy of that name, or of a plan file; UserError, naming the known ones, otherwise."""
+    if name in STRATEGIES:
         return STRATEGIES[name]
-    except KeyError:
-        raise UserError(f"--adacc-plan is {name!r}, but the known plans are {', '.join(STRATEGIES)}.") from None
+    if os.path.isfile(name):
+        return Attached(name)
+    raise UserError(
+        f"--adacc-plan is {name!r}, but the known plans are {', '.join(STRATEGIES)}, or the path of a plan file."
+    )

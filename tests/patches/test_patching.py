@@ -66,6 +66,7 @@ def test_every_patch_of_ours_fits_the_installed_upstream():
     from megatron_adacc.patches import (
         core_datasets_utils,
         core_optimizer_distrib_optimizer,
+        core_transformer_spec_utils,
         core_transformer_torch_norm,
         training_argument_utils,
         training_arguments,
@@ -79,13 +80,14 @@ def test_every_patch_of_ours_fits_the_installed_upstream():
     patches = [
         *core_datasets_utils.patches(),
         *core_optimizer_distrib_optimizer.patches(),
+        *core_transformer_spec_utils.patches(nothing),
         *core_transformer_torch_norm.patches(),
         *training_argument_utils.patches(nothing),
         *training_arguments.patches(nothing, nothing),
         *training_initialize.patches(),
         *training_training.patches(nothing),
     ]
-    assert len({patch.name for patch in patches}) == len(patches) == 10
+    assert len({patch.name for patch in patches}) == len(patches) == 11
     patching.apply(patches).close()
 
 
