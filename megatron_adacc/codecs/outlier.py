@@ -121,7 +121,7 @@ class Outlier(SymmetricCodec):
                 scales.view(rows, groups),
             )
             function = self.encode_function(lead=2)
-            call(function, implementation, tensors, (excluded.view(1, groups, per, part), draw))
+            call(function, implementation, tensors, (excluded.view(1, groups, per, part).to(torch.float32), draw))
             return
         rows = run.numel() // channels
         outputs = EncodeOutputs(

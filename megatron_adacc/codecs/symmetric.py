@@ -117,7 +117,8 @@ def encode_blocks(
         x: float [*blocks, per, part, *inner]; one scale for each (per, part).
         codes: uint8 [*blocks, part, *inner], written.
         scales: float32 [*blocks, *inner], written.
-        excluded: bool, broadcast to x; these elements count and are stored as zero. None: there are none.
+        excluded: broadcast to x; where it is not zero, elements count and are stored as zero. None: nowhere.
+            float32 is the fast dtype for compiled code.
         draw: int64 [3], see counter_random; for stochastic rounding, else None.
         lead: number of dimensions before `per`.
         bits, signed, stochastic: the format.
@@ -171,7 +172,7 @@ def encode_blocks(
 
 def _value(x: Tensor, excluded: Tensor | None) -> Tensor:
     x = x.to(torch.float32)
-    return x if excluded is None else torch.where(excluded, 0.0, x)
+    return x if excluded is None else torch.where(excluded != 0, 0.0, x)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, x: Tensor, *, lead: int = 1, bits: int) -> tuple[Tensor, ...]:
