@@ -20,7 +20,7 @@ from rich.table import Table
 from megatron_adacc.atomic import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
-PLANS = ("off", "selective", "full")
+PLANS = ("off", "selective", "full", "recompute")
 MIB = 2**20
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ .*lm loss: ([0-9.E+-]+)")
 
@@ -91,8 +91,8 @@ def train(plan: str, iterations: int, data: Path, out: Path, console: Console) -
 
 def table(rows: list[dict]) -> Table:
     """The comparison, with time and memory as ratios to the first row."""
-    result = Table(title="GPT of 10 M parameters, one micro-batch of 4 x 256 tokens; ratios to off")
-    for name in ("plan", "step ms", "", "held MiB", "", "peak MiB", "", "lm loss at the end"):
+    result = Table(title="GPT of 10 M parameters, 4 x 256 tokens a step; ratios to off")
+    for name in ("plan", "step ms", "", "held MiB", "", "peak MiB", "", "final loss"):
         result.add_column(name, justify="left" if name == "plan" else "right")
     first = rows[0]
     for row in rows:
@@ -120,10 +120,8 @@ def main() -> int:
     rows = [train(plan, args.iterations, data, args.output, console) for plan in PLANS]
     write_text(args.output / "summary.json", json.dumps(rows, indent=1) + "\n")
     console.print(table(rows))
-    console.print(
-        f"held: kept for the backward pass after one forward; peak: largest in a step. "
-        f"{time.monotonic() - started:.0f} s in all; {args.output / 'summary.json'}"
-    )
+    console.print("held: kept for the backward pass after one forward; peak: the largest in a step.")
+    console.print(f"{time.monotonic() - started:.0f} s in all; {args.output / 'summary.json'}", soft_wrap=True)
     return 0
 
 

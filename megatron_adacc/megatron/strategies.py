@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from megatron_adacc.errors import UserError
+from megatron_adacc.planner import Plan
 
 _RECOMPUTE_FLAGS = {
     "recompute_activations": "--recompute-activations",
@@ -124,6 +125,7 @@ def get(name: str) -> Strategy:
     if name in STRATEGIES:
         return STRATEGIES[name]
     if os.path.isfile(name):
+        Plan.load(name)  # a file that is no plan is refused here, not at the first step
         return Attached(name)
     raise UserError(
         f"--adacc-plan is {name!r}, but the known plans are {', '.join(STRATEGIES)}, or the path of a plan file."

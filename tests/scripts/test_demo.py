@@ -1,4 +1,4 @@
-"""The demo, shortened: three plans, equal losses, a summary."""
+"""The demo, shortened: all its plans, equal losses, a summary."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_demo_compares_three_plans(tmp_path):
+def test_the_demo_compares_the_plans(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "demo.py", "--iterations", "2", "--output", tmp_path],
         capture_output=True,
@@ -19,7 +19,7 @@ def test_the_demo_compares_three_plans(tmp_path):
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     rows = json.loads((tmp_path / "summary.json").read_text())
-    assert [row["strategy"] for row in rows] == ["off", "selective", "full"]
+    assert [row["strategy"] for row in rows] == ["off", "selective", "full", "recompute"]
     assert all(
         set(row)
         == {
@@ -37,7 +37,8 @@ def test_the_demo_compares_three_plans(tmp_path):
     assert len({row["final_lm_loss"] for row in rows}) == 1
     assert rows[0]["held_bytes"] > rows[1]["held_bytes"] > rows[2]["held_bytes"]
     assert rows[0]["peak_bytes"] > rows[2]["peak_bytes"]
-    assert "lm loss at the end" in done.stdout
+    assert rows[3]["held_bytes"] < 0.5 * rows[0]["held_bytes"]
+    assert "final loss" in done.stdout
 
 
 @pytest.mark.parametrize(("arguments", "words"), [(["--iterations", "0"], "at least 1"), (["--what"], "unrecognized")])
