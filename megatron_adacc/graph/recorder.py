@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_adacc.graph.external import External
+from megatron_adacc.graph.groups import by_name
 from megatron_adacc.graph.model import Argument, Buffer, InputSpec, Op, Origin, Pack, Tagged, View
 from megatron_adacc.graph.storages import (
     Named,
@@ -160,5 +161,6 @@ class Recorder:
         return self._object(value)
 
     def _object(self, value: Any) -> Tagged:
+        value = by_name(value)
         self._objects.append(value)
         return Tagged("object", len(self._objects) - 1, type(value).__name__)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_adacc.graph import schema
+from megatron_adacc.graph.groups import GroupName
 from megatron_adacc.graph.model import Buffer, LayerGraph, Op, Tagged, View
 from megatron_adacc.graph.recipes import Group, Step
 from megatron_adacc.graph.storages import flatten_tensors
@@ -173,6 +174,8 @@ class _Step:
             return argument.of_tensor(env[argument.buffer])
         if isinstance(argument, tuple):
             return [self._load(a, env) for a in argument]
+        if isinstance(argument, GroupName):
+            return argument.boxed()
         return argument
 
     def run(self, env: dict[int, Tensor], module: nn.Module, poison: bool = False) -> None:

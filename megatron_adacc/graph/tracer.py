@@ -96,6 +96,8 @@ class Tracer(Recorder, TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of others (DTensor, a pending collective): its own ops come here
         if self._inside_compiled:
             self._compiled_draws |= isinstance(func, torch._ops.OpOverload) and schema.draws_random(func, args, kwargs)
             return func(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from megatron_adacc.graph.model import FLOAT_DTYPES, Buffer, LayerGraph, Origin,
 from megatron_adacc.graph.recipes import Availability, group_recipes
 from megatron_adacc.graph.replay import Context, Loader, Replayer, literal_tensor
 
+NOT_ON_ALL_RANKS = "another rank of its process group could not prove it"
 REPLAY_DIFFERS = "its replay does not give the saved bits"
 
 
@@ -90,13 +91,19 @@ def unverified(graph: LayerGraph) -> Evidence:
 
 def verify(
     graph: LayerGraph, saved: Mapping[int, Tensor], sources: Mapping[int, Tensor], context: Context,
-    module: nn.Module,
+    module: nn.Module, shared: Callable[[Collection[int]], Collection[int]] | None = None,
 ) -> Evidence:  # fmt: skip
     """Replay every recipe of the graph on the tensors of the forward that was traced.
 
     ``saved`` holds, by buffer, the base tensors of saved activations, ``sources`` those of parameters, inputs
-    and constants. A buffer whose replay differs is refused, and later replays go on from its true bits."""
+    and constants. A buffer whose replay differs is refused, and later replays go on from its true bits.
+    ``shared`` gives those of some buffers on which all ranks that replay together agree: it is asked before
+    the replay, so that all issue the same collectives, and after it."""
     dropped, refused = candidates(graph)
+    if shared is not None:
+        common = shared(dropped)
+        refused |= {b: NOT_ON_ALL_RANKS for b in dropped if b not in common}
+        dropped = tuple(b for b in dropped if b in common)
     stored = set(graph.saved) - set(dropped)
     wrong: set[int] = set()
     for group in group_recipes(graph, stored, dropped):
@@ -107,9 +114,14 @@ def verify(
                 if not _matches(graph, index, env[index], saved[index]):
                     wrong.add(index)
                     env[index] = saved[index].clone()
-    refused = {**refused, **dict.fromkeys(wrong, REPLAY_DIFFERS)}
-    two_valued = {b for b in refused if _may_be_mask(graph, b) and holds_two_values(saved[b])}
-    return Evidence(frozenset(dropped) - wrong, refused, frozenset(two_valued))
+    refused |= dict.fromkeys(wrong, REPLAY_DIFFERS)
+    verified = frozenset(dropped) - wrong
+    two_valued = frozenset(b for b in refused if _may_be_mask(graph, b) and holds_two_values(saved[b]))
+    if shared is not None:
+        common = shared(verified)
+        refused |= {b: NOT_ON_ALL_RANKS for b in verified if b not in common}
+        verified, two_valued = frozenset(common), frozenset(shared(two_valued))
+    return Evidence(verified, refused, two_valued)
 
 
 def gather(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -169,7 +168,7 @@ class Program:
         self._places: WeakKeyDictionary[nn.Module, list[tuple[int, nn.Module, str]]] = WeakKeyDictionary()
         self._sources = frozenset(sources)
         self.entries = tuple(self._entry(pack) for pack in graph.packs)
-        self.replayer_for = lru_cache(maxsize=64)(self._replayer_for)
+        self._again: dict[tuple[int, frozenset[int]], Replayer] = {}
 
     def _entry(self, pack: Pack) -> Entry:
         buffer = self.graph.buffers[pack.view.buffer]
@@ -215,5 +214,10 @@ class Program:
     def _slice(self, buffer: int, stored: frozenset[int]) -> Group:
         return group_recipes(self.graph, stored, [buffer])[0]
 
-    def _replayer_for(self, buffer: int, live: frozenset[int]) -> Replayer:
-        return Replayer(self.graph, self._slice(buffer, self.stored | live), self.context)
+    def replayer_for(self, buffer: int, live: frozenset[int]) -> Replayer:
+        """What rebuilds one buffer when those of ``live`` are there."""
+        found = self._again.get((buffer, live))
+        if found is None:
+            found = Replayer(self.graph, self._slice(buffer, self.stored | live), self.context)
+            self._again[buffer, live] = found
+        return found

@@ -26,6 +26,7 @@ from megatron_adacc.graph.replay import Context
 from megatron_adacc.graph.tracer import Traced
 from megatron_adacc.graph.verify import Evidence, verify
 from megatron_adacc.planner import LayerPlan
+from megatron_adacc.runtime.agree import agreement
 from megatron_adacc.runtime.policy import Policy
 from megatron_adacc.runtime.program import Constants, Program
 
@@ -43,6 +44,7 @@ class Trace:
     settled: Traced | None = None
     evidence: Evidence | None = None
     programs: dict[LayerPlan, Program] = field(default_factory=dict)
+    by_layer: dict[int, Program] = field(default_factory=dict)
     varying: Varying = field(default_factory=Varying)
     given_up: bool = False
 
@@ -98,6 +100,9 @@ class TraceCache:
 
     def program(self, trace: Trace, layer: int) -> Program:
         """The settled program for the layer at this place."""
+        known = trace.by_layer.get(layer)
+        if known is not None:
+            return known
         assert trace.settled is not None
         assert trace.evidence is not None
         plan = self._policy.layer_plan(trace.settled.graph, trace.evidence, layer)
@@ -106,6 +111,7 @@ class TraceCache:
             context = context_of(trace.settled)
             found = Program(trace.settled.graph, plan, context, trace.constants)
             trace.programs[plan] = found
+        trace.by_layer[layer] = found
         return found
 
     def learn(
@@ -129,12 +135,16 @@ class TraceCache:
                 traced = prove(trace.last, traced, depends_on_host=bool(trace.varying))
         constants = constants_of(traced)
         context = context_of(traced)
-        evidence = verify(traced.graph, saved, sources(traced.graph) | dict(constants.tensors), context, module)
+        bases = sources(traced.graph) | dict(constants.tensors)
+        # An opaque submodule may draw random numbers unseen; the training's own must stay as they are.
+        devices = [context.device] if context.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            evidence = verify(traced.graph, saved, bases, context, module, agreement(traced))
         plan = self._policy.layer_plan(traced.graph, evidence, layer)
         program = Program(traced.graph, plan, context, constants)
         if settled:
             trace.settled, trace.evidence, trace.last = traced, evidence, None
-            trace.programs = {plan: program}
+            trace.programs, trace.by_layer = {plan: program}, {}
             for buffer, external in traced.externals.items():
                 if buffer not in constants.tensors:
                     external.weaken()
