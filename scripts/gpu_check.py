@@ -104,7 +104,9 @@ def check_kernels(facts: dict) -> list[dict]:
     device, rows = torch.device("cuda", 0), []
     for name in codecs.names():
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            for options in [{}] if name == "bitmask" else [{}, {"rounding": "stochastic", "seed": 5}]:
+            # Each combination is a compilation; stochastic rounding does not depend on the dtype.
+            stochastic = dtype is torch.float16 and name != "bitmask"
+            for options in [{}, {"rounding": "stochastic", "seed": 5}] if stochastic else [{}]:
                 distance, same, cases = 0.0, True, 0
                 for x in awkward(name, dtype, device):
                     state = host = None
@@ -134,7 +136,7 @@ def awkward(name: str, dtype, device):
     import torch
 
     generator = torch.Generator(device).manual_seed(3)
-    for shape in [(1,), (127,), (129,), (3, 5, 128), (1000, 100), (257, 1024), (1 << 21,)]:
+    for shape in [(1,), (127,), (129,), (3, 5, 128), (1000, 100), (257, 1024), (1 << 19,)]:
         x = torch.randn(shape, generator=generator, device=device)
         if name == "bitmask":
             yield torch.where(x < 0.5, 1 / 0.9, 0.0).to(dtype)
@@ -206,7 +208,7 @@ def train(facts: dict, output: Path, iterations: int) -> list[dict]:
         ]
         with log.open("w") as file:
             try:
-                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, timeout=120).returncode
+                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, timeout=60).returncode
             except subprocess.TimeoutExpired:
                 code = 124
         if code == 0 and report.exists():

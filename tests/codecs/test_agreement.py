@@ -110,7 +110,7 @@ COMPILED = [
     ("group_int4", "bfloat16", {"rounding": "stochastic"}),
     ("group_int8", "float16", {"scale": "paper"}),
     ("group_int2", "float32", {"group_size": 64}),
-    ("outlier_int4", "float16", {}),
+    ("outlier_int4", "float32", {}),
     ("channel_int4", "bfloat16", {}),
     ("affine_int4", "float32", {}),
 ]
