@@ -50,14 +50,18 @@ def attach(
     """
     modules = _modules(layers)
     policy = policy_for(str(plan) if isinstance(plan, Path) else plan, min_bytes)
-    numbering = numbering_attributes(modules)
-    caches: dict[Hashable, TraceCache] = {}
+    classes: dict[Hashable, dict[int, nn.Module]] = {}
+    keys = [class_key(module) for module in modules]
+    for place, (key, module) in enumerate(zip(keys, modules, strict=True)):
+        classes.setdefault(key, {})[place] = module
+    caches = {key: TraceCache(policy, traces_per_class) for key in classes}
+    numbering = {key: numbering_attributes(members) for key, members in classes.items()}
     stashes: WeakSet[Any] = WeakSet()
     forwards = []
-    for place, module in enumerate(modules):
-        cache = caches.setdefault(class_key(module), TraceCache(policy, traces_per_class))
+    for place, (key, module) in enumerate(zip(keys, modules, strict=True)):
         name = f"layer {place} ({type(module).__name__})"
-        forwards.append(LayerForward(module, name, place, cache, LiveState(module, numbering), stashes))
+        live_state = LiveState(module, numbering[key])
+        forwards.append(LayerForward(module, name, place, caches[key], live_state, stashes))
     return Handle([f.install() for f in forwards], list(caches.values()), stashes, policy.name)
 
 

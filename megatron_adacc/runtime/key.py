@@ -11,7 +11,7 @@ layer_number, Hugging Face's layer_idx) is no part of the key.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,18 +42,19 @@ def _shared_parameters(module: nn.Module) -> Hashable:
     return tuple(first.setdefault(id(p), i) for i, (_, p) in enumerate(pairs))
 
 
-def numbering_attributes(modules: Sequence[nn.Module]) -> frozenset[tuple[str, str]]:
-    """(path, name) of integer attributes that grow by one from layer to layer."""
-    if len(modules) < 2:
+def numbering_attributes(layers: Mapping[int, nn.Module]) -> frozenset[tuple[str, str]]:
+    """(path, name) of integer attributes that only number the layers: the layers of one class, by their place
+    among all, have values that lie as far apart as their places do."""
+    if len(layers) < 2:
         return frozenset()
-    tables = [dict(m.named_modules()) for m in modules]
+    tables = {place: dict(module.named_modules()) for place, module in layers.items()}
+    first = min(tables)
     found = set()
-    for path, submodule in tables[0].items():
+    for path, submodule in tables[first].items():
         for name, value in submodule.__dict__.items():
-            if type(value) is not int:
-                continue
-            values = [vars(t[path]).get(name) if path in t else None for t in tables]
-            if values == list(range(value, value + len(values))):
+            if type(value) is int and all(
+                vars(table[path]).get(name) == value + place - first for place, table in tables.items()
+            ):
                 found.add((path, name))
     return frozenset(found)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -74,11 +75,7 @@ class LayerForward:
         self._live_state = live_state
         self._stashes = stashes
         self._warned = False
-        self._programs: dict[Hashable, tuple[Trace, Program]] = {}
-        for attribute in ("__name__", "__doc__", "__wrapped__"):
-            value = getattr(self.original, attribute, None)
-            if value is not None and attribute != "__wrapped__":
-                setattr(self, attribute, value)
+        self._undisturbed: Callable[..., Any] | None = None
         self.__wrapped__ = self.original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -89,6 +86,15 @@ class LayerForward:
         return (_plain_forward, (self.module,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._undisturbed is None:
+            if "torch._dynamo" not in sys.modules:
+                return self._call(*args, **kwargs)
+            # In a compiled model the graph breaks here and an attached layer runs as it is: Dynamo must not
+            # look into hooks. Made when it is needed, because importing torch._dynamo takes seconds.
+            self._undisturbed = torch._dynamo.disable(self._call)
+        return self._undisturbed(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         self._look_around()

@@ -303,3 +303,17 @@ def test_control_flow_by_the_data_is_kept(dim: int) -> None:
         assert handle.stored_bytes() == 0
     assert handle.traced_forwards == 4
     assert "kept as autograd would" in handle.report()
+
+
+def test_an_attached_layer_inside_a_compiled_model() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU())
+        return nn.Sequential(inner, nn.Linear(16, 16))
+
+    plain, model = make(), make()
+    handle = attach(model[0], "recompute", min_bytes=0)
+    compiled = torch.compile(model)
+    expected, found = train(plain, None), train(compiled, handle)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert handle.traced_forwards == 2

@@ -37,9 +37,7 @@ class Instruction:
     b: int
 
 
-instructions = st.builds(
-    Instruction, st.sampled_from(UNARY + BINARY), st.integers(0, 4), st.integers(0, 4)
-)
+instructions = st.builds(Instruction, st.sampled_from(UNARY + BINARY), st.integers(0, 4), st.integers(0, 4))
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,7 @@ class Recipe:
     none_output: bool
 
 
-recipes = st.builds(
-    Recipe, st.lists(instructions, min_size=1, max_size=9).map(tuple), st.booleans(), st.booleans()
-)
+recipes = st.builds(Recipe, st.lists(instructions, min_size=1, max_size=9).map(tuple), st.booleans(), st.booleans())
 
 
 class RandomLayer(nn.Module):
@@ -197,7 +193,9 @@ def run(layer: RandomLayer, seed: int) -> list[Tensor]:
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(a, b, strict=True)
+    )
 
 
 @settings(
