@@ -22,7 +22,7 @@ import triton.language as tl
 from megatron_adacc.codecs.affine import FACTOR, LEVELS, SPECIAL_FACTOR, SPECIAL_LEVELS
 
 from .grouped import load_tile, places, store_tile
-from .launch import TILE, device_of, raw, signed_keys
+from .launch import TILE, aligned, device_of, raw, signed_keys
 from .symmetric import from_float, magnitude_of, nearest, to_float, uniform
 
 _LEVELS = tl.constexpr(LEVELS)
@@ -169,7 +169,7 @@ def encode(run, codes, bounds, cut, stochastic: bool, seed: int) -> None:
     if cut.numel == 0:
         return
     groups = max(1, TILE // cut.block)
-    values, is_bf16 = raw(run)
+    values, is_bf16 = raw(aligned(run))
     with device_of(run):
         encode_kernel[(triton.cdiv(cut.count, groups),)](
             values, codes, bounds, cut.numel, *signed_keys(seed),

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import device_of
+from .launch import aligned, device_of
 
 BLOCK = 16384
 WARPS = 16
@@ -127,7 +127,7 @@ def encode(x, bits, values, violations, cut, nan_bits: int | None, is_bool: bool
         return
     with device_of(x):
         encode_kernel[(cut.count,)](
-            x,
+            aligned(x),
             bits,
             values,
             violations,

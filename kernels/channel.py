@@ -21,7 +21,7 @@ Example, BITS 4, BLOCK 4, one channel, signed scale: rows 1 -8 7 3
 import triton
 import triton.language as tl
 
-from .launch import constants_of, device_of, limit_of, raw, signed_keys
+from .launch import aligned, constants_of, device_of, limit_of, raw, signed_keys
 from .symmetric import (
     dequantize,
     finite_or_zero,
@@ -174,7 +174,7 @@ def encode(x, codes, scales, cut, form, seed: int) -> None:
     rows, channels = x.shape
     if x.numel() == 0:
         return
-    values, is_bf16 = raw(x)
+    values, is_bf16 = raw(aligned(x))
     with device_of(x):
         encode_kernel[(cut.count, triton.cdiv(channels, CHANNELS))](
             values, codes, scales, rows, channels, *signed_keys(seed),

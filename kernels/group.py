@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .grouped import decode_tile, encode_tile
-from .launch import TILE, constants_of, device_of, limit_of, raw, signed_keys
+from .launch import TILE, aligned, constants_of, device_of, limit_of, raw, signed_keys
 
 
 @triton.jit(do_not_specialize=["numel", "key_0", "key_1"])
@@ -73,7 +73,7 @@ def encode(run, codes, scales, cut, form, seed: int) -> None:
     if cut.numel == 0:
         return
     groups = max(1, TILE // cut.block)
-    values, is_bf16 = raw(run)
+    values, is_bf16 = raw(aligned(run))
     with device_of(run):
         encode_kernel[(triton.cdiv(cut.count, groups),)](
             values, codes, scales, cut.numel, *signed_keys(seed),

@@ -23,6 +23,14 @@ def raw(run: Tensor) -> tuple[Tensor, bool]:
     return (run.view(torch.int16), True) if run.dtype is torch.bfloat16 else (run, False)
 
 
+def aligned(run: Tensor) -> Tensor:
+    """`run`, or a copy of it if it starts at an address that 16 does not divide.
+
+    Triton compiles a slower kernel for such an address; that would be a compilation in the middle of training.
+    """
+    return run if run.data_ptr() % 16 == 0 else run.clone()
+
+
 def limit_of(run: Tensor) -> float:
     """The largest finite value of the tensor's dtype."""
     return torch.finfo(run.dtype).max

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from . import group
 from .grouped import decode_tile, encode_tile
-from .launch import TILE, constants_of, device_of, limit_of, raw, signed_keys
+from .launch import TILE, aligned, constants_of, device_of, limit_of, raw, signed_keys
 
 WARPS = 8  # twice group.py's: places in the outlier block take registers
 
@@ -83,7 +83,7 @@ def encode(run, codes, scales, slots, block, channels: int, cut, form, seed: int
     if cut.numel == 0:
         return
     groups = max(1, TILE // cut.block)
-    values, is_bf16 = raw(run)
+    values, is_bf16 = raw(aligned(run))
     with device_of(run):
         encode_kernel[(triton.cdiv(cut.count, groups),)](
             values, codes, scales, slots, raw(block)[0], cut.numel, channels, block.shape[1],

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import device_of, raw
+from .launch import aligned, device_of, raw
 from .symmetric import finite_or_zero, to_float
 
 ROWS_A_CHUNK = 512
@@ -47,7 +47,7 @@ def partial_sums(matrix: torch.Tensor) -> torch.Tensor:
     rows, channels = matrix.shape
     chunks = triton.cdiv(rows, ROWS_A_CHUNK)
     partial = torch.empty((chunks, channels), dtype=torch.float32, device=matrix.device)
-    values, is_bf16 = raw(matrix)
+    values, is_bf16 = raw(aligned(matrix))
     with device_of(matrix):
         partial_sums_kernel[(chunks, triton.cdiv(channels, CHANNELS))](
             values, partial, rows, channels,
