@@ -146,15 +146,21 @@ class Plan:
             raise UserError(f"A plan file must hold JSON; this one does not: {error}.") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise UserError(f"A plan file must say format {FORMAT}; make the plan again with this version.")
-        layers = tuple(
-            LayerPlan(
-                layer["fingerprint"],
-                tuple((site, action_from_data(data)) for site, data in layer["actions"].items()),
-                layer["layer"],
+        try:
+            layers = tuple(
+                LayerPlan(
+                    layer["fingerprint"],
+                    tuple((site, action_from_data(data)) for site, data in layer["actions"].items()),
+                    layer["layer"],
+                )
+                for layer in content["layers"]
             )
-            for layer in content["layers"]
-        )
-        return Plan(layers, content["name"], tuple(content["notes"].items()))
+            return Plan(layers, content["name"], tuple(content["notes"].items()))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"A plan file of format {FORMAT} has layers, each with fingerprint, layer and actions; in this one "
+                f"something is missing or of another kind ({error})."
+            ) from error
 
     def save(self, path: Path | str) -> None:
         Path(path).write_text(self.to_json() + "\n")
@@ -166,7 +172,10 @@ class Plan:
             text = Path(path).read_text()
         except OSError as error:
             raise UserError(f"The plan file {path} cannot be read: {error.strerror}.") from error
-        return Plan.from_json(text)
+        try:
+            return Plan.from_json(text)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
 
     def __str__(self) -> str:
         lines = [f"plan {self.name}: {len(self.layers)} layer plans, {'lossless' if self.lossless else 'lossy'}"]

@@ -74,9 +74,9 @@ def test_recompute_leaves_the_checkpoint_of_a_plain_run(trained, tmp_path, model
     assert saved["off"].keys() == saved["recompute"].keys()
     different = [path for path, tensor in saved["off"].items() if not torch.equal(tensor, saved["recompute"][path])]
     assert different == []
-    assert len(saved["off"]) > 50
+    assert len(saved["off"]) > 30
     held = {plan: sum(run.report["layer_held_bytes"].values()) for plan, run in runs.items()}
-    assert held["recompute"] < 0.5 * held["off"]
+    assert held["recompute"] < 0.6 * held["off"]  # in a model this small much lies below the size that is handled
 
 
 def test_keep_holds_what_autograd_holds_and_changes_nothing(trained):
@@ -86,12 +86,12 @@ def test_keep_holds_what_autograd_holds_and_changes_nothing(trained):
 
 
 def test_compress_trains_near_the_exact_run(trained):
-    settings = {"iterations": 12, "hidden_size": 128, **DROPOUT}
+    settings = {"iterations": 12, "hidden_size": 128, "lr": 1e-3, **DROPOUT}
     off, compressed = trained(plan="off", **settings), trained(plan="compress", **settings)
     # The forward pass is exact, so the first loss is; the gradients are not.
     assert compressed.losses[0] == off.losses[0]
     assert compressed.losses != off.losses
-    assert compressed.losses == pytest.approx(off.losses, abs=0.15)
+    assert compressed.losses == pytest.approx(off.losses, abs=0.02)
     held = [sum(run.report["layer_held_bytes"].values()) for run in (compressed, off)]
     assert held[0] < 0.5 * held[1]
 
