@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -73,14 +74,15 @@ class RecomputeAll:
 
 @dataclass(frozen=True)
 class CompressAll:
-    """Each float buffer by the codec of its role, statistics and masks without loss. A dropped-out buffer
-    whose mask is stored is rebuilt from mask and source where both are held."""
+    """Each float buffer by the codec of its role, statistics and masks without loss. What a mask and another
+    held buffer give in one op (a dropped-out value) is not held a second time."""
 
     min_bytes: int
     name: str = "compress"
 
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
         actions: list[tuple[str, Action]] = []
+        held = set(graph.saved)
         for buffer in sorted(graph.saved):
             found = graph.buffers[buffer]
             role = graph.role(buffer)
@@ -90,9 +92,21 @@ class CompressAll:
                 continue
             if buffer in evidence.two_valued:
                 actions.append((found.site, BITMASK))
+            elif _is_masked(graph, evidence, buffer, held):
+                actions.append((found.site, Recompute()))
+                held.discard(buffer)
             elif role in CODEC_OF_ROLE and found.base.dtype in FLOAT_DTYPES:
                 actions.append((found.site, Compress(CODEC_OF_ROLE[role])))
         return LayerPlan(fingerprint(graph), tuple(actions))
+
+
+def _is_masked(graph: LayerGraph, evidence: Evidence, buffer: int, held: Collection[int]) -> bool:
+    """Whether the buffer's own op makes it from a stored mask and other held buffers."""
+    writer = graph.buffers[buffer].writer
+    if writer is None or buffer not in evidence.verified:
+        return False
+    reads = graph.ops[writer].reads
+    return any(b in evidence.two_valued for b in reads) and all(b in held and graph.last_state(b) for b in reads)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,23 @@ class TestPlans:
                 assert torch.equal(run(layers), run(plain))
             assert set(handle.plan.layers) == {first, second}
 
+    def test_compress_takes_the_codec_of_the_role_and_holds_no_dropped_out_value_twice(self) -> None:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        handle = attach(layer, "compress", min_bytes=512)
+        for _ in range(3):
+            y = layer(torch.randn(4, 8, 16, requires_grad=True))
+        assert handle.stored_bytes() < 0.4 * handle.graphs[0].activation_bytes
+        y.square().sum().backward()
+        assert handle.stored_bytes() == 0
+        assert not handle.plan.lossless
+        actions = {site: str(action) for site, action in handle.plan.layers[0].actions}
+        assert actions["self_attn/_safe_softmax.0"] == "compress(affine_int4)"
+        assert actions["self_attn/clone#1.0"] == "compress(channel_int4)"
+        assert actions["norm1/native_layer_norm.0"] == "compress(outlier_int4)"
+        assert actions["dropout/div_.0"] == "compress(bitmask)"
+        assert actions["dropout/mul.0"] == "recompute"
+        assert actions["self_attn/mul#2.0"] == "recompute"
+
     def test_small_buffers_are_kept_by_default(self) -> None:
         layers = stack(1)
         handle = attach(layers)
