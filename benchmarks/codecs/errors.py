@@ -69,7 +69,7 @@ def table() -> str:
     tensors = samples()
     lines = ["| | " + " | ".join(tensors) + " |", "|---|" + "---:|" * len(tensors)]
     for title, (name, options) in COLUMNS.items():
-        cells = [f"{error(name, options, x):.1e}" for x in tensors.values()]
+        cells = [f"{error(name, options, x):.2e}" for x in tensors.values()]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

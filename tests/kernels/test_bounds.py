@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_adacc import codecs
 from megatron_adacc.codecs.bitmask import BLOCK
 from megatron_adacc.codecs.blocks import Blocks
 from megatron_adacc.codecs.options import Rounding, Scale
@@ -102,3 +103,22 @@ def test_an_unaligned_run_is_copied_before_a_launch() -> None:
     copy = aligned(x[1:])
     assert copy.data_ptr() % 16 == 0
     assert torch.equal(copy, x[1:])
+
+
+@pytest.mark.parametrize("name", codecs.names())
+def test_encode_and_decode_are_one_launch_each(name: str, monkeypatch) -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launches: list[str] = []
+    run = InterpretedFunction.run
+    monkeypatch.setattr(
+        InterpretedFunction,
+        "run",
+        lambda self, *args, **kwargs: launches.append(self.__name__) or run(self, *args, **kwargs),
+    )
+    codec = codecs.get(name, implementation="interpret")
+    state = codecs.OutlierState.from_channels([3], 100, "cpu") if name.startswith("outlier") else None
+    packed = codec.encode((torch.rand(300, 100) < 0.5) * 1.0, state)
+    assert launches == ["encode_kernel"]
+    codec.decode(packed)
+    assert launches == ["encode_kernel", "decode_kernel"]
