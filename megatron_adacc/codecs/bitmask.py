@@ -113,8 +113,10 @@ class Bitmask(Codec):
             kernel.encode(integers, bits, values, check.violations, cut, nan_bits, is_bool)
         else:
             function = partial(encode_blocks, nan_bits=nan_bits, is_bool=is_bool)
-            outputs = EncodeOutputs(bits, (values,), shared=(check.violations,))
+            violated = torch.zeros(values.shape[0], dtype=torch.int32, device=run.device)
+            outputs = EncodeOutputs(bits, (values, violated))
             encode_run(function, implementation, cut, integers, outputs, repeat=not is_bool)
+            check.violations.logical_or_(violated.any())
         packed = BitmaskPacked(self.name, layout, bits, values.view(layout.dtype))
         if not deferred and not is_bool:
             _raise_unless_two_valued(packed, values, check)
@@ -142,11 +144,11 @@ class Bitmask(Codec):
 
 
 def encode_blocks(
-    x: Tensor, bits: Tensor, values: Tensor, violations: Tensor, *, nan_bits: int | None, is_bool: bool
+    x: Tensor, bits: Tensor, values: Tensor, violated: Tensor, *, nan_bits: int | None, is_bool: bool
 ) -> tuple[Tensor, ...]:
     """Reference: x integers [blocks, 8, part] -> bits uint8 [blocks, part], values [blocks, 2].
 
-    `violations` int32 [1] becomes 1 where a block has three different values or more; its values then are NaN
+    `violated` int32 [blocks] becomes 1 for a block with three different values or more; its values then are NaN
     where the dtype has one. For bool only the bits are written.
     """
     wide = x.to(torch.int32)
@@ -160,12 +162,11 @@ def encode_blocks(
     highest = torch.where(differs, wide, limits.min).amax((1, 2))
     first = first[:, 0, 0]
     other = torch.where(lowest > highest, first, highest)
-    violated = lowest < highest
     if nan_bits is not None:
-        first = torch.where(violated, nan_bits, first)
-        other = torch.where(violated, nan_bits, other)
+        first = torch.where(lowest < highest, nan_bits, first)
+        other = torch.where(lowest < highest, nan_bits, other)
     values.copy_(torch.stack([first, other], 1).to(values.dtype))
-    violations.copy_(torch.maximum(violations, violated.to(torch.int32).amax(0, keepdim=True)))
+    violated.copy_((lowest < highest).to(torch.int32))
     return ()
 
 
