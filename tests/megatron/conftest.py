@@ -1,11 +1,12 @@
-"""Training runs as a user starts them: pretrain_gpt.py in its own processes, small enough for a test."""
+"""Training runs, small enough for a test: pretrain_gpt.py in processes of its own."""
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,8 +109,66 @@ def jobs() -> SimpleNamespace:
     return SimpleNamespace(ROOT=ROOT, MODEL=MODEL, flags=flags, launcher=launcher, start=start, finish=finish)
 
 
+class Zygote:
+    """A process that forks jobs (zygote.py); started by the first job, ended with the session."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, script: Path, arguments: list[str], ranks: int, environment: dict[str, str], output: Path) -> int:
+        """The job's exit code; its output is in the file."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+            self._answer(120)
+        job = {
+            "script": str(script),
+            "arguments": arguments,
+            "ranks": ranks,
+            "environment": environment,
+            "output": str(output),
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        code = self._answer(240)
+        if code is None:
+            pytest.fail(f"the job did not end in time:\n{output.read_text()[-4000:]}")
+        return code["code"]
+
+    def _answer(self, seconds: float) -> dict | None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        if not ready:
+            self.close()
+            return None
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End it, and what it forked."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """One for the session."""
+    process = Zygote()
+    yield process
+    process.close()
+
+
 @pytest.fixture
-def train(tmp_path: Path) -> Callable[..., Run]:
+def train(tmp_path: Path, zygote: Zygote) -> Callable[..., Run]:
     """train(iterations=4, ranks=1, plan='off', script=..., env=..., **flags) -> Run; names use _ for -."""
     count = 0
 
@@ -131,8 +190,9 @@ def train(tmp_path: Path) -> Callable[..., Run]:
         tokens = flags({**MODEL, "train-iters": iterations, "adacc-plan": plan, **own})
         if report:
             tokens += ["--adacc-report", str(path)]
-        code, text = finish(start([*launcher(ranks), str(script), *tokens], **(env or {})))
-        return Run(code, text, json.loads(path.read_text()) if path.exists() else None)
+        output = tmp_path / f"output{count}.txt"
+        code = zygote.run(script, tokens, ranks, env or {}, output)
+        return Run(code, output.read_text(), json.loads(path.read_text()) if path.exists() else None)
 
     return run
 

@@ -1,6 +1,7 @@
 """Save and resume: the losses of a run never stopped; a checkpoint that needs nothing of ours."""
 
 import pickletools
+import shutil
 import subprocess
 import sys
 
@@ -20,11 +21,13 @@ SETTINGS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(trained, tmp_path, plan, extra):
     settings = {**SETTINGS, **extra, "plan": plan}
-    whole = trained(iterations=6, **settings)
-    first = trained(iterations=6, exit_interval=3, save=tmp_path / "c", save_interval=3, **settings)
-    second = trained(iterations=6, load=tmp_path / "c", **settings)
-    assert first.losses == whole.losses[:3]
-    assert second.losses == whole.losses[3:]
+    whole = trained(iterations=6, save=tmp_path / "c", save_interval=3, **settings)
+    # As if it had been killed after its third iteration.
+    shutil.rmtree(tmp_path / "c" / "iter_0000006")
+    (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = trained(iterations=6, load=tmp_path / "c", **settings)
+    assert len(resumed.losses) == 3
+    assert resumed.losses == whole.losses[3:]
 
 
 def test_a_run_resumes_with_another_plan(trained, tmp_path):

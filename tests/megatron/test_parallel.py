@@ -13,18 +13,21 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("start")
+def shared(tmp_path_factory):
+    """What the tests of this module make once: the starting point's folder and the run of one rank from it."""
+    return {"folder": tmp_path_factory.mktemp("start")}
 
 
 @pytest.fixture
-def one_rank(trained, folder):
+def one_rank(trained, shared):
     """A run of one rank from a saved starting point, and that point: other layouts would draw other weights."""
-    shared = {**NO_DROPOUT, "make_vocab_size_divisible_by": 64, "ckpt_format": "torch_dist"}
-    start = {**shared, "load": folder / "checkpoint", "no_load_optim": True, "no_load_rng": True, "finetune": True}
-    if not (folder / "checkpoint").exists():
-        trained(iterations=2, save=folder / "checkpoint", save_interval=2, **shared)
-    return trained(iterations=5, **start), start
+    settings = {**NO_DROPOUT, "make_vocab_size_divisible_by": 64, "ckpt_format": "torch_dist"}
+    folder = shared["folder"] / "checkpoint"
+    start = {**settings, "load": folder, "no_load_optim": True, "no_load_rng": True, "finetune": True}
+    if "run" not in shared:
+        trained(iterations=2, save=folder, save_interval=2, **settings)
+        shared["run"] = trained(iterations=5, **start)
+    return shared["run"], start
 
 
 @pytest.mark.distributed
