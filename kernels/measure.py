@@ -1,6 +1,7 @@
 """Speed and correctness of the codecs on a GPU: what `adacc kernels bench` and scripts/gpu_check.py show."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -106,9 +107,9 @@ def speeds(device: torch.device, megabytes: int, names: tuple[str, ...], dtypes:
             packed = codec.encode(x, state)
             nbytes = x.numel() * x.element_size() + packed.nbytes
             distance, same_codes = differences(name, DTYPES[dtype], device)
-            directions = {
-                "encode": lambda codec=codec, x=x, state=state: codec.encode(x, state),
-                "decode": lambda codec=codec, packed=packed: codec.decode(packed),
+            directions: dict[str, Callable[[], object]] = {
+                "encode": functools.partial(codec.encode, x, state),
+                "decode": functools.partial(codec.decode, packed),
             }
             for direction, call in directions.items():
                 rate = nbytes / do_bench(call, return_mode="median") / 1e6

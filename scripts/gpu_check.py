@@ -16,8 +16,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = ("off", "full", "recompute", "compress")
@@ -67,7 +68,7 @@ def use_checkout() -> None:
 
 def machine() -> dict:
     """Device and versions."""
-    facts = {"python": platform.python_version(), "torch": None, "triton": None, "device": None}
+    facts: dict[str, Any] = {"python": platform.python_version(), "torch": None, "triton": None, "device": None}
     for name in ("torch", "triton"):
         if importlib.util.find_spec(name) is not None:
             facts[name] = importlib.import_module(name).__version__
@@ -131,7 +132,7 @@ def check_kernels(facts: dict) -> list[dict]:
     return rows
 
 
-def awkward(name: str, dtype, device):
+def awkward(name: str, dtype: Any, device: Any) -> Iterator[Any]:
     """Tensors of odd sizes, strides and contents."""
     import torch
 
@@ -153,7 +154,7 @@ def awkward(name: str, dtype, device):
         yield view.to(dtype)
 
 
-def third_value_raises(device) -> bool:
+def third_value_raises(device: Any) -> bool:
     """Whether both kinds of check find a tensor with three values."""
     import torch
 
