@@ -16,11 +16,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "train a tokenizer and write a Megatron data set from text files",
     ),
     "kernels": ("megatron_adacc.kernel_tool", "compile the Triton kernels offline, or time them on a GPU"),
+    "trace": ("megatron_adacc.megatron.trace_command", "show what one layer of a model keeps for its backward pass"),
     "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
 }
 
 # Commands whose arguments are somebody else's flags: all that follows the name is handed on unread.
-HANDS_ON = {"run"}
+HANDS_ON = {"run", "trace"}
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

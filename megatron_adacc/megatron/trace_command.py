@@ -1,0 +1,437 @@
+"""`adacc trace`: what one layer of a model keeps for its backward pass, and what a plan makes of it.
+
+    adacc trace --config configs/gpt_demo.yaml --plan recompute --html layer.html
+
+The model is given by Megatron's flags. One layer of it is built by Megatron's own builder, runs three
+forwards on random tokens (two are traced, the third is measured), and is reported. Nothing is trained, no
+data set or tokenizer is read, and no GPU is needed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_adacc.atomic import write_text
+from megatron_adacc.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron_adacc.graph import LayerGraph
+    from megatron_adacc.graph.picture import Fate
+    from megatron_adacc.runtime.attach import Handle
+
+PROGRAM = "adacc trace"
+FORMAT = 1
+NAMED_PLANS = ("keep", "recompute", "compress")
+TRACED_FORWARDS = 2  # after these a call key is settled
+
+# The flags of a training job that do not reach into a layer, and how many values each takes. They are left
+# out, so that a job's whole command line can be given on a machine without its data, cluster or tokenizer.
+_JOB_FLAGS: dict[str, str | int | None] = {
+    **dict.fromkeys(("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"), "*"),
+    **dict.fromkeys(("--data-args-path", "--per-split-data-args-path", "--split", "--data-cache-path"), None),
+    **dict.fromkeys(("--tokenizer-type", "--tokenizer-model", "--vocab-size", "--vocab-file", "--merge-file"), None),
+    **dict.fromkeys(("--padded-vocab-size", "--num-layers", "--global-batch-size", "--mtp-num-layers"), None),
+    **dict.fromkeys(("--load", "--save", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-project"), None),
+    **dict.fromkeys(("--train-iters", "--train-samples", "--adacc-report", "--moe-layer-freq"), None),
+    **dict.fromkeys(("--pipeline-model-parallel-size", "--pipeline-model-parallel-layout"), None),
+    **dict.fromkeys(("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"), None),
+    **dict.fromkeys(("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"), None),
+    **dict.fromkeys(("--rampup-batch-size", "--lr-warmup-iters", "--lr-warmup-samples"), "+"),
+    **dict.fromkeys(("--lr-decay-iters", "--lr-decay-samples", "--lr-wsd-decay-iters", "--eval-interval"), None),
+    **dict.fromkeys(("--mock-data", "--use-checkpoint-args"), 0),
+}
+
+# In their place: a model of one layer with a small vocabulary, which the layer does not see.
+_IN_THEIR_PLACE = (
+    *("--num-layers", "1", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
+    *("--train-iters", "1", "--eval-interval", "1000"),
+)
+
+_DEFAULTS = {"--micro-batch-size": "1", "--seq-length": "256", "--lr": "1e-3"}
+_REQUIRED = ("--hidden-size", "--num-attention-heads")
+
+# The traced forwards hold every tensor that the layer writes, and what a replay makes of it beside that.
+_TRACE_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One saved buffer of the layer. A storage that two rows share counts in the first only.
+
+    `bytes` are the buffer's, `autograd_bytes` what autograd holds for it, `held_bytes` what is held under the
+    plan; `recipe_ops` is 0 where nothing is recomputed; `not_recomputable` is the reason, or empty."""
+
+    site: str
+    role: str
+    shape: list[int]
+    dtype: str
+    bytes: int
+    action: str
+    recipe_ops: int
+    not_recomputable: str
+    autograd_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the rows, and what the layer's stash was seen to hold after a forward (bytes)."""
+
+    autograd_bytes: int
+    held_bytes: int
+    measured_bytes: int
+
+    def __str__(self) -> str:
+        share = f" ({self.held_bytes / self.autograd_bytes:.1%})" if self.autograd_bytes else ""
+        return (
+            f"autograd would hold {self.autograd_bytes:,} bytes for this layer; under the plan {self.held_bytes:,} "
+            f"bytes{share} are held, measured after a forward: {self.measured_bytes:,}."
+        )
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Our own options; all others are Megatron's flags."""
+    parser.usage = (
+        "adacc trace [--config FILE] [--plan PLAN] [--html FILE] [--json FILE|-] [-o PLANFILE] [Megatron's flags]"
+    )
+    parser.description = "Show what one layer of a model keeps for its backward pass, and what a plan makes of it."
+    parser.add_argument("--config", metavar="FILE", help="a YAML of Megatron's flags by name, such as configs/*.yaml")
+    parser.add_argument(
+        "--plan",
+        "--adacc-plan",
+        default="recompute",
+        metavar="PLAN",
+        help="keep, recompute, compress or the path of a plan file (default: recompute)",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a picture of the layer as one self-contained page")
+    parser.add_argument("--json", metavar="FILE", help="write the table as JSON; - prints it instead of the table")
+    parser.add_argument("-o", "--output", metavar="PLANFILE", help="write the plan, for --adacc-plan PLANFILE")
+    parser.set_defaults(arguments=[])
+
+
+def run(args: Namespace) -> int:
+    """Trace, print, write. Raises UserError for a mistake in the flags or files given."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, allow_abbrev=False, exit_on_error=False)
+    configure(parser)
+    own, megatron_flags = _parse_known(parser, args.arguments)
+    _check_own(own)
+    flags = model_flags([*(_flags_of_file(own.config) if own.config else []), *megatron_flags])
+    with _noise_aside():
+        graph, fates, rows, totals, handle = _trace(flags, own.plan)
+        title, table, plan = f"{graph.module} under {own.plan}", handle.report(), handle.plan
+    if own.output:
+        if not plan.layers:
+            raise UserError(
+                f"{graph.module} runs other ops from call to call, so that no plan can be made for it: leave out -o."
+            )
+        _write(own.output, plan.to_json() + "\n")
+    content = _json(graph, own.plan, rows, totals)
+    if own.html:
+        from megatron_adacc.graph.picture import page
+
+        _write(own.html, page(graph, fates, title, str(totals)))
+    if own.json and own.json != "-":
+        _write(own.json, content)
+    sys.stdout.write(content if own.json == "-" else f"{table}\n\n{totals}\n")
+    return 0
+
+
+def _parse_known(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    try:
+        return parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error} (see adacc trace --help).") from None
+
+
+def _check_own(own: Namespace) -> None:
+    from megatron_adacc.megatron import strategies
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("adacc trace runs in one process: start it without torchrun.")
+    if strategies.get(own.plan).plan is None:
+        raise UserError(
+            f"--plan is {own.plan!r}, which leaves the layer's tensors to Megatron: adacc trace shows "
+            f"{', '.join(NAMED_PLANS)}, or the path of a plan file."
+        )
+    for path in (own.html, own.output, None if own.json == "-" else own.json):
+        if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise UserError(f"{path} cannot be written: its folder does not exist.")
+
+
+def _flags_of_file(path: str) -> list[str]:
+    """A YAML of Megatron's settings by name, as command-line flags. UserError where it is none."""
+    import yaml
+
+    try:
+        settings = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"The config {path} cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"The config {path} is no YAML: {str(error).splitlines()[0]}.") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"The config {path} must hold Megatron's flags by name, as in `hidden-size: 256`.")
+    tokens: list[str] = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        tokens += [f"--{str(name).replace('_', '-')}", *map(str, values)]
+    return tokens
+
+
+def model_flags(given: Sequence[str]) -> list[str]:
+    """Megatron's flags for one layer of the model that `given` describes, small defaults filled in.
+
+    Raises UserError where the layer's size is not given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, values in _JOB_FLAGS.items():
+        if values == 0:
+            parser.add_argument(name, action="store_true")
+        else:
+            parser.add_argument(name, nargs=values)
+    kept = _parse_known(parser, given)[1]
+    names = {token.split("=")[0] for token in kept if token.startswith("--")}
+    if "--yaml-cfg" in names:
+        raise UserError("adacc trace takes Megatron's settings as flags or by --config, not by --yaml-cfg.")
+    missing = [name for name in _REQUIRED if name not in names]
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give the model by Megatron's "
+            "flags, or by --config with a file such as configs/gpt_demo.yaml."
+        )
+    for name, value in _DEFAULTS.items():
+        if name not in names:
+            kept += [name, value]
+    if "--max-position-embeddings" not in names:
+        reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        reader.add_argument("--seq-length")
+        kept += ["--max-position-embeddings", _parse_known(reader, kept)[0].seq_length]
+    return [*kept, *_IN_THEIR_PLACE]
+
+
+@contextlib.contextmanager
+def _noise_aside() -> Iterator[None]:
+    """Inside, what Megatron and its libraries print goes to a file; it is shown if something goes wrong."""
+    sys.stdout.flush()
+    shown = os.dup(1)
+    with tempfile.TemporaryFile() as noise:
+        os.dup2(noise.fileno(), 1)
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception:
+            sys.stdout.flush()
+            noise.seek(0)
+            sys.stderr.write(noise.read().decode(errors="replace"))
+            raise
+        finally:
+            sys.stdout.flush()
+            os.dup2(shown, 1)
+            os.close(shown)
+
+
+def _trace(flags: list[str], plan: str) -> tuple["LayerGraph", dict[int, "Fate"], list[Row], Totals, "Handle"]:
+    """Build the layer, run it, and read off what became of its tensors."""
+    from megatron_adacc.megatron import launch
+
+    launch.prepare(PROGRAM, flags)
+    sys.argv = [PROGRAM, *flags]
+    import torch
+
+    from megatron_adacc.runtime.attach import attach
+
+    args = _start_megatron(plan)
+    try:
+        _check_memory(args)
+        model, layers = _build(args)
+        with attach(layers, plan) as handle:
+            for _ in range(TRACED_FORWARDS):
+                _forward(model, args)
+            output = _forward(model, args)
+            measured = handle.stored_bytes()
+            del output
+        graph, fates = _fates(handle)
+        rows = _rows(graph, fates)
+        totals = Totals(sum(row.autograd_bytes for row in rows), sum(row.held_bytes for row in rows), measured)
+        return graph, fates, rows, totals, handle
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"The layer does not fit into the device's memory: give a smaller --micro-batch-size or --seq-length "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _start_megatron(plan: str) -> Namespace:
+    """Megatron's arguments, validated, and its process groups of one rank."""
+    from megatron.training import arguments, initialize
+
+    from megatron_adacc.megatron import strategies
+
+    args = arguments.parse_and_validate_args()
+    for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
+        if getattr(args, name, 1) != 1:
+            raise UserError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} needs as many processes, and adacc trace runs in "
+                "one: leave it out to see the layer of one rank that is not split."
+            )
+    strategies.get(plan).apply(args)
+    initialize.initialize_megatron()
+    return args
+
+
+def _build(args: Namespace) -> tuple[Any, list["nn.Module"]]:
+    """The model of one layer, in training mode and the run's precision, and its transformer layers."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    config = gpt_config_from_args(args)
+    config.finalize()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (model,) = GPTModelBuilder(config).build_distributed_models(groups, wrap_with_ddp=False)
+    return model.train(), [module for module in model.modules() if isinstance(module, BaseTransformerLayer)]
+
+
+def _forward(model: Any, args: Namespace) -> Any:
+    """One forward on random tokens [micro-batch, sequence], with the mask that training would give."""
+    import torch
+
+    device = next(model.parameters()).device
+    shape = (args.micro_batch_size, args.seq_length)
+    tokens = torch.randint(0, 127, shape, device=device)
+    positions = torch.arange(args.seq_length, device=device).expand(shape)
+    mask = None
+    if args.create_attention_mask_in_dataloader:
+        square = torch.ones(args.seq_length, args.seq_length, dtype=torch.bool, device=device).triu(1)
+        mask = square.expand(args.micro_batch_size, 1, -1, -1).contiguous()
+    return model(tokens, positions, mask, labels=tokens)
+
+
+def _check_memory(args: Namespace) -> None:
+    """UserError, before anything is allocated, where the traced forwards would not fit into the host's memory.
+
+    The estimate follows s b h (34 + 5 a s / h) bytes of 16-bit activations a layer (arXiv 2205.05198, eq. 1),
+    with the width of the MLP in place of 4 h and the run's bytes an element."""
+    import torch
+
+    if torch.cuda.is_available():
+        return  # a GPU's allocator raises an error, where a host's process is ended
+    width = 2 if args.fp16 or args.bf16 else 4
+    tokens, hidden = args.seq_length * args.micro_batch_size, args.hidden_size
+    values = tokens * (9 * hidden + 2 * args.ffn_hidden_size + 5 * args.num_attention_heads * args.seq_length // 2)
+    weights = 4 * hidden * hidden + 3 * hidden * args.ffn_hidden_size * (args.num_experts or 1)
+    weights += (args.max_position_embeddings + 256) * hidden
+    needed = width * (_TRACE_FACTOR * values + weights)
+    available = _available_bytes()
+    if available is not None and needed > available:
+        raise UserError(
+            f"Tracing a layer of this size needs about {needed / 2**30:,.1f} GiB of memory, and "
+            f"{available / 2**30:,.1f} GiB are free: give a smaller --micro-batch-size or --seq-length, by which the "
+            "bytes scale."
+        )
+
+
+def _available_bytes() -> int | None:
+    """Free memory of this machine or of the container it runs in; None where the system does not say."""
+    free = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(free, default=None)
+
+
+def _fates(handle: "Handle") -> tuple["LayerGraph", dict[int, "Fate"]]:
+    """The graph of the traced layer, and what becomes of each buffer that autograd saves."""
+    from megatron_adacc import codecs
+    from megatron_adacc.graph.picture import Fate, Kind
+    from megatron_adacc.graph.replay import torch_dtype
+    from megatron_adacc.planner import Compress, Keep, Recompute
+
+    cache = handle._caches[0]
+    trace = cache.traces()[0]
+    graph = trace.graph
+    assert graph is not None
+    assert trace.evidence is not None
+    program = cache.program(trace, 0) if trace.settled is not None else None
+    fates = {}
+    for index in graph.saved:
+        buffer = graph.buffers[index]
+        action = Keep() if program is None else program.action(index)
+        kind: Kind
+        match action:
+            case Compress(codec, options):
+                base = buffer.base
+                kind = "compress"
+                held = codecs.get(codec, **dict(options)).packed_bytes(base.size, torch_dtype(base.dtype))
+            case Recompute():
+                kind, held = "recompute", 0
+            case _:
+                kind, held = "keep", buffer.nbytes
+        reason = trace.evidence.refused.get(index, "" if buffer.writer is not None else buffer.note or "boundary")
+        length = 0 if program is None else program.recipe_length(index)
+        fates[index] = Fate(kind, str(action), held, length, reason)
+    return graph, fates
+
+
+def _rows(graph: "LayerGraph", fates: dict[int, "Fate"]) -> list[Row]:
+    rows, seen = [], set()
+    for index, fate in fates.items():
+        buffer = graph.buffers[index]
+        again = buffer.storage in seen
+        seen.add(buffer.storage)
+        rows.append(
+            Row(
+                site=buffer.site,
+                role=str(graph.role(index)),
+                shape=list(buffer.base.size),
+                dtype=buffer.base.dtype,
+                bytes=buffer.nbytes,
+                action=fate.label,
+                recipe_ops=fate.recipe_ops,
+                not_recomputable=fate.refused,
+                autograd_bytes=0 if again else buffer.nbytes,
+                held_bytes=0 if again and fate.kind == "keep" else fate.held_bytes,
+            )
+        )
+    return rows
+
+
+def _json(graph: "LayerGraph", plan: str, rows: list[Row], totals: Totals) -> str:
+    from megatron_adacc.graph.serialize import fingerprint
+
+    content = {
+        "format": FORMAT,
+        "module": graph.module,
+        "fingerprint": fingerprint(graph),
+        "plan": plan,
+        "ops": len(graph.ops),
+        "saves": len(graph.packs),
+        "parameter_saves": graph.parameter_packs,
+        "rows": [asdict(row) for row in rows],
+        "totals": asdict(totals),
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
