@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up, then trains a small GPT on real text with each strategy and prints the comparison.
+# Sets everything up, then trains a small GPT on real text with each plan and prints the comparison.
 #   bash scripts/demo.sh [--iterations N] [--help]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
