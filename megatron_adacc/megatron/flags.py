@@ -15,8 +15,9 @@ class AdaccFlags:
     adacc_plan: str = field(default="off", metadata={"argparse_meta": {"metavar": "PLAN"}})
     """What becomes of the activations that backward needs: off (Megatron as it is), full (every layer is
     recomputed), selective (the core attention is recomputed); keep, recompute (all that can be made again bit
-    for bit is, dropout masks are stored as bits) or compress (each tensor by the codec of its role, lossy), or
-    the path of a plan file."""
+    for bit is, dropout masks are stored as bits), compress (each tensor by the codec of its role, lossy) or
+    quantize (INT4 of everything without outlier separation, lossy, to compare with), or the path of a plan
+    file."""
 
     adacc_device: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "choices": list(DEVICES)}})
     """Where to train: cpu or cuda. Default: cuda where a GPU answers, else cpu."""

@@ -116,7 +116,9 @@ class Attached:
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
-    for strategy in (Off(), Full(), Selective(), Attached("keep"), Attached("recompute"), Attached("compress"))
+    for strategy in (
+        Off(), Full(), Selective(), Attached("keep"), Attached("recompute"), Attached("compress"), Attached("quantize"),
+    )  # fmt: skip
 }
 
 

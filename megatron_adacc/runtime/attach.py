@@ -38,8 +38,9 @@ def attach(
             input is the boundary that recomputation starts from.
         plan: "keep": everything stays. "recompute": what has a recipe that was shown to be exact is
             recomputed, dropout masks are stored as bits. "compress": each buffer by the codec of its role.
-            A Plan, or the path of a plan file.
-        min_bytes: smaller buffers are kept by the three plans that are made here.
+            "quantize": the paper's direct INT4 of everything, to compare with. A Plan, or the path of a plan
+            file.
+        min_bytes: smaller buffers are kept by the plans that are made here.
         traces_per_class: how many call keys (shapes and the like) are remembered for each layer class.
 
     Returns:

@@ -13,6 +13,10 @@ from megatron_adacc.graph.verify import Evidence, is_dense
 from megatron_adacc.planner import Action, Compress, LayerPlan, Plan, Recompute
 
 BITMASK = Compress("bitmask")
+DIRECT_INT4 = Compress("group_int4", (("scale", "paper"),))
+
+# What the codecs take; a float64 buffer is never compressed.
+CODEC_DTYPES = FLOAT_DTYPES - {"float64"}
 
 CODEC_OF_ROLE = {
     Role.LINEAR_INPUT: "outlier_int4",
@@ -53,6 +57,12 @@ def passes_through(graph: LayerGraph, buffer: int, min_bytes: int) -> bool:
     return found.nbytes == 0 or (base.dtype not in FLOAT_DTYPES and base.dtype != "bool")
 
 
+def _fits_in_bits(graph: LayerGraph, evidence: Evidence, buffer: int) -> bool:
+    """Whether the buffer is a mask of a dtype that bitmask takes."""
+    dtype = graph.buffers[buffer].base.dtype
+    return buffer in evidence.two_valued and (dtype in CODEC_DTYPES or dtype == "bool")
+
+
 @dataclass(frozen=True)
 class RecomputeAll:
     """Everything with a verified recipe is recomputed; two-valued tensors without one become bits."""
@@ -67,7 +77,7 @@ class RecomputeAll:
                 continue
             if buffer in evidence.verified:
                 actions.append((graph.buffers[buffer].site, Recompute()))
-            elif buffer in evidence.two_valued and graph.last_state(buffer):
+            elif _fits_in_bits(graph, evidence, buffer) and graph.last_state(buffer):
                 actions.append((graph.buffers[buffer].site, BITMASK))
         return LayerPlan(fingerprint(graph), tuple(actions))
 
@@ -90,13 +100,38 @@ class CompressAll:
                 continue
             if not graph.last_state(buffer):
                 continue
-            if buffer in evidence.two_valued:
+            if _fits_in_bits(graph, evidence, buffer):
                 actions.append((found.site, BITMASK))
             elif _is_masked(graph, evidence, buffer, held):
                 actions.append((found.site, Recompute()))
                 held.discard(buffer)
-            elif role in CODEC_OF_ROLE and found.base.dtype in FLOAT_DTYPES:
+            elif role in CODEC_OF_ROLE and found.base.dtype in CODEC_DTYPES:
                 actions.append((found.site, Compress(CODEC_OF_ROLE[role])))
+        return LayerPlan(fingerprint(graph), tuple(actions))
+
+
+@dataclass(frozen=True)
+class QuantizeAll:
+    """The paper's direct quantization, to compare with: INT4 codes in groups, without outlier separation and with
+    the paper's scale, for every float buffer that autograd saves, the layer's input and statistics among them.
+    Masks become bits; nothing is recomputed."""
+
+    min_bytes: int
+    name: str = "quantize"
+
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+        actions: list[tuple[str, Action]] = []
+        for buffer in sorted(graph.saved):
+            found = graph.buffers[buffer]
+            is_input = found.origin == Origin.INPUT and found.nbytes >= self.min_bytes and not found.base.expanded
+            if passes_through(graph, buffer, self.min_bytes) and not is_input:
+                continue
+            if not is_dense(found) or not graph.last_state(buffer):
+                continue
+            if _fits_in_bits(graph, evidence, buffer):
+                actions.append((found.site, BITMASK))
+            elif found.base.dtype in CODEC_DTYPES:
+                actions.append((found.site, DIRECT_INT4))
         return LayerPlan(fingerprint(graph), tuple(actions))
 
 
@@ -150,4 +185,6 @@ def policy_for(plan: str | Plan, min_bytes: int) -> Policy:
             return RecomputeAll(min_bytes)
         case "compress":
             return CompressAll(min_bytes)
+        case "quantize":
+            return QuantizeAll(min_bytes)
     return FromPlan(Plan.load(plan))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_adacc import attach
-from megatron_adacc.planner import Keep, LayerPlan, Plan, Recompute
+from megatron_adacc import attach, codecs
+from megatron_adacc.planner import Compress, Keep, LayerPlan, Plan, Recompute
 from megatron_adacc.runtime.key import numbering_attributes
 
 
@@ -161,6 +161,37 @@ class TestPlans:
         assert actions["dropout/div_.0"] == "compress(bitmask)"
         assert actions["dropout/mul.0"] == "recompute"
         assert actions["self_attn/mul#2.0"] == "recompute"
+
+    def test_quantize_is_int4_of_everything_with_the_papers_scale(self) -> None:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        handle = attach(layer, "quantize", min_bytes=512)
+        for _ in range(3):
+            y = layer(torch.randn(4, 8, 16, requires_grad=True))
+        (graph,) = handle.graphs
+        actions = dict(handle.plan.layers[0].actions)
+        direct, mask = Compress("group_int4", (("scale", "paper"),)), Compress("bitmask")
+        large = [graph.buffers[b] for b in graph.saved if graph.buffers[b].nbytes >= 512]
+        assert {b.site for b in large} == set(actions)
+        masks = {site for site, action in actions.items() if action == mask}
+        assert masks == {"self_attn/div_.0", "dropout1/div_.0", "dropout/div_.0", "dropout2/div_.0"}
+        assert {action for site, action in actions.items() if site not in masks} == {direct}
+        assert actions["input:0"] == direct
+        small = sum(graph.buffers[b].nbytes for b in graph.saved if graph.buffers[b].nbytes < 512)
+        held = sum(codecs.get(a.codec, **dict(a.options)).packed_bytes(b.base.size, torch.float32)
+                   for b in large if isinstance(a := actions[b.site], Compress))  # fmt: skip
+        assert handle.stored_bytes() == held + small
+        y.square().sum().backward()
+        assert handle.stored_bytes() == 0
+        assert not handle.plan.lossless
+
+    @pytest.mark.parametrize("plan", ["recompute", "compress", "quantize"])
+    def test_float64_is_not_compressed(self, plan: str) -> None:
+        layers = stack(1).double()
+        with attach(layers, plan, min_bytes=0) as handle:
+            for _ in range(3):
+                y = layers[0](torch.randn(4, 16, dtype=torch.float64, requires_grad=True))
+                y.sum().backward()
+            assert not any(isinstance(action, Compress) for _, action in handle.plan.layers[0].actions)
 
     def test_small_buffers_are_kept_by_default(self) -> None:
         layers = stack(1)
