@@ -117,8 +117,14 @@ class Attached:
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Off(), Full(), Selective(), Attached("keep"), Attached("recompute"), Attached("compress"), Attached("quantize"),
-    )  # fmt: skip
+        Off(),
+        Full(),
+        Selective(),
+        Attached("keep"),
+        Attached("recompute"),
+        Attached("compress"),
+        Attached("quantize"),
+    )
 }
 
 
