@@ -13,14 +13,16 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_adacc.atomic import write_text
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.trace_flags import flags_of_file, model_flags, parse_known
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,32 +35,6 @@ PROGRAM = "adacc trace"
 FORMAT = 1
 NAMED_PLANS = ("keep", "recompute", "compress")
 TRACED_FORWARDS = 2  # after these a call key is settled
-
-# The flags of a training job that do not reach into a layer, and how many values each takes. They are left
-# out, so that a job's whole command line can be given on a machine without its data, cluster or tokenizer.
-_JOB_FLAGS: dict[str, str | int | None] = {
-    **dict.fromkeys(("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"), "*"),
-    **dict.fromkeys(("--data-args-path", "--per-split-data-args-path", "--split", "--data-cache-path"), None),
-    **dict.fromkeys(("--tokenizer-type", "--tokenizer-model", "--vocab-size", "--vocab-file", "--merge-file"), None),
-    **dict.fromkeys(("--padded-vocab-size", "--num-layers", "--global-batch-size", "--mtp-num-layers"), None),
-    **dict.fromkeys(("--load", "--save", "--pretrained-checkpoint", "--tensorboard-dir", "--wandb-project"), None),
-    **dict.fromkeys(("--train-iters", "--train-samples", "--adacc-report", "--moe-layer-freq"), None),
-    **dict.fromkeys(("--pipeline-model-parallel-size", "--pipeline-model-parallel-layout"), None),
-    **dict.fromkeys(("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"), None),
-    **dict.fromkeys(("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"), None),
-    **dict.fromkeys(("--rampup-batch-size", "--lr-warmup-iters", "--lr-warmup-samples"), "+"),
-    **dict.fromkeys(("--lr-decay-iters", "--lr-decay-samples", "--lr-wsd-decay-iters", "--eval-interval"), None),
-    **dict.fromkeys(("--mock-data", "--use-checkpoint-args"), 0),
-}
-
-# In their place: a model of one layer with a small vocabulary, which the layer does not see.
-_IN_THEIR_PLACE = (
-    *("--num-layers", "1", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
-    *("--train-iters", "1", "--eval-interval", "1000"),
-)
-
-_DEFAULTS = {"--micro-batch-size": "1", "--seq-length": "256", "--lr": "1e-3"}
-_REQUIRED = ("--hidden-size", "--num-attention-heads")
 
 # The traced forwards hold every tensor that the layer writes, and what a replay makes of it beside that.
 _TRACE_FACTOR = 4
@@ -123,9 +99,9 @@ def run(args: Namespace) -> int:
     """Trace, print, write. Raises UserError for a mistake in the flags or files given."""
     parser = argparse.ArgumentParser(prog=PROGRAM, allow_abbrev=False, exit_on_error=False)
     configure(parser)
-    own, megatron_flags = _parse_known(parser, args.arguments)
+    own, megatron_flags = parse_known(parser, args.arguments)
     _check_own(own)
-    flags = model_flags([*(_flags_of_file(own.config) if own.config else []), *megatron_flags])
+    flags = model_flags([*(flags_of_file(own.config) if own.config else []), *megatron_flags])
     with _noise_aside():
         graph, fates, rows, totals, handle = _trace(flags, own.plan)
         title, table, plan = f"{graph.module} under {own.plan}", handle.report(), handle.plan
@@ -146,77 +122,19 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _parse_known(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    try:
-        return parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error} (see adacc trace --help).") from None
-
-
 def _check_own(own: Namespace) -> None:
     from megatron_adacc.megatron import strategies
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("adacc trace runs in one process: start it without torchrun.")
-    if strategies.get(own.plan).plan is None:
+    if own.plan not in NAMED_PLANS and not os.path.isfile(own.plan):
         raise UserError(
-            f"--plan is {own.plan!r}, which leaves the layer's tensors to Megatron: adacc trace shows "
-            f"{', '.join(NAMED_PLANS)}, or the path of a plan file."
+            f"--plan is {own.plan!r}, but adacc trace shows {', '.join(NAMED_PLANS)}, or the path of a plan file."
         )
+    strategies.get(own.plan)  # a file that is no plan is refused before anything is built
     for path in (own.html, own.output, None if own.json == "-" else own.json):
         if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise UserError(f"{path} cannot be written: its folder does not exist.")
-
-
-def _flags_of_file(path: str) -> list[str]:
-    """A YAML of Megatron's settings by name, as command-line flags. UserError where it is none."""
-    import yaml
-
-    try:
-        settings = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise UserError(f"The config {path} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"The config {path} is no YAML: {str(error).splitlines()[0]}.") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"The config {path} must hold Megatron's flags by name, as in `hidden-size: 256`.")
-    tokens: list[str] = []
-    for name, value in settings.items():
-        if value is None or value is False:
-            continue
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        tokens += [f"--{str(name).replace('_', '-')}", *map(str, values)]
-    return tokens
-
-
-def model_flags(given: Sequence[str]) -> list[str]:
-    """Megatron's flags for one layer of the model that `given` describes, small defaults filled in.
-
-    Raises UserError where the layer's size is not given."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, values in _JOB_FLAGS.items():
-        if values == 0:
-            parser.add_argument(name, action="store_true")
-        else:
-            parser.add_argument(name, nargs=values)
-    kept = _parse_known(parser, given)[1]
-    names = {token.split("=")[0] for token in kept if token.startswith("--")}
-    if "--yaml-cfg" in names:
-        raise UserError("adacc trace takes Megatron's settings as flags or by --config, not by --yaml-cfg.")
-    missing = [name for name in _REQUIRED if name not in names]
-    if missing:
-        raise UserError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give the model by Megatron's "
-            "flags, or by --config with a file such as configs/gpt_demo.yaml."
-        )
-    for name, value in _DEFAULTS.items():
-        if name not in names:
-            kept += [name, value]
-    if "--max-position-embeddings" not in names:
-        reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        reader.add_argument("--seq-length")
-        kept += ["--max-position-embeddings", _parse_known(reader, kept)[0].seq_length]
-    return [*kept, *_IN_THEIR_PLACE]
 
 
 @contextlib.contextmanager
@@ -270,8 +188,23 @@ def _trace(flags: list[str], plan: str) -> tuple["LayerGraph", dict[int, "Fate"]
             f"The layer does not fit into the device's memory: give a smaller --micro-batch-size or --seq-length "
             f"({str(error).splitlines()[0]})"
         ) from None
+    except (AssertionError, ValueError, RuntimeError, ImportError) as error:
+        refusal = _refusal_of_megatron(error)
+        if refusal is None:
+            raise
+        raise refusal from error
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _refusal_of_megatron(error: Exception) -> UserError | None:
+    """A sentence where Megatron's own code refuses to build or run the layer; None for another's error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, UserError) or not any(f"/megatron/{part}/" in frame.filename for part in ("core", "training")):
+        return None
+    place = "/".join(frame.filename.split("/")[-3:])
+    words = str(error).strip() or f"this does not hold: {(frame.line or '').removeprefix('assert ')}"
+    return UserError(f"Megatron cannot run this layer: {words} ({place}, line {frame.lineno})")
 
 
 def _start_megatron(plan: str) -> Namespace:
@@ -281,12 +214,6 @@ def _start_megatron(plan: str) -> Namespace:
     from megatron_adacc.megatron import strategies
 
     args = arguments.parse_and_validate_args()
-    for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
-        if getattr(args, name, 1) != 1:
-            raise UserError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} needs as many processes, and adacc trace runs in "
-                "one: leave it out to see the layer of one rank that is not split."
-            )
     strategies.get(plan).apply(args)
     initialize.initialize_megatron()
     return args
