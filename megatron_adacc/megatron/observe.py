@@ -56,7 +56,7 @@ class Observer:
         self._held_bytes = 0
         self._step_ms: list[float] = []
         self._skipped = 0
-        self._described = False
+        self._steps = 0
         self._figures: list[_Figures] = []
         self._layers: list[dict[str, int]] | None = None
         self._handle: Handle | None = None
@@ -89,10 +89,8 @@ class Observer:
         self._step_ms.append(milliseconds)
         self._skipped += int(result[1])
         self._figures.append(_Figures(self._held_bytes, figures.peak_bytes, figures.rss_peak_bytes))
-        if self._handle is not None and not self._described:
-            self._described = True
-            say(f"the layers of rank 0 under --adacc-plan {self._args.adacc_plan}\n{self._handle.report()}")
         last = iteration >= (self._args.train_iters or 0)
+        self._describe(last)
         if iteration % self._args.log_interval == 0 or last:
             self._log(iteration, result[0], last)
         return result
@@ -115,6 +113,12 @@ class Observer:
                 self._held.append(HeldMeter(layers, chunk))
             self._peak = PeakMeter(self._device())
         return self._held, self._peak
+
+    def _describe(self, last: bool) -> None:
+        """The plan's table, once: after the second step every layer has had the two forwards that settle its trace."""
+        self._steps += 1
+        if self._handle is not None and (self._steps == 2 or (last and self._steps == 1)):
+            say(f"the layers of rank 0 under --adacc-plan {self._args.adacc_plan}\n{self._handle.report()}")
 
     @staticmethod
     def _device() -> torch.device:
