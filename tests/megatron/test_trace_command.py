@@ -165,6 +165,22 @@ def test_held_is_what_is_measured(trace, tmp_path, plan):
         assert 74_752 // 8 < totals["held_bytes"] < 74_752 // 2
 
 
+def test_a_layer_that_cannot_be_planned_is_shown_as_kept(trace, tmp_path):
+    experts = ["--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"]
+    outputs = ["--json", str(tmp_path / "table.json"), "-o", str(tmp_path / "plan.json")]
+    code, text = trace(*MODEL, *experts, *outputs)
+    assert code == 2
+    assert text.splitlines()[-1] == (
+        "adacc trace: error: TransformerLayer runs other ops from call to call, so that no plan can be made for it: "
+        "leave out -o."
+    )
+    content = json.loads((tmp_path / "table.json").read_text())
+    assert {row["action"] for row in content["rows"]} == {"keep"}
+    assert content["totals"]["held_bytes"] == content["totals"]["autograd_bytes"] > 74_752
+    assert content["totals"]["measured_bytes"] is None
+    assert not (tmp_path / "plan.json").exists()
+
+
 def test_picture(traced):
     class Strict(HTMLParser):
         """Counts open elements by name."""
