@@ -29,12 +29,12 @@ CODEC_OF_ROLE = {
 
 
 class Policy(Protocol):
-    """Makes the plan of one layer from what its trace has shown."""
+    """Makes the plan of one layer from what its trace has shown; `settled`: whether a second trace agreed."""
 
     @property
     def name(self) -> str: ...
 
-    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan: ...
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class KeepAll:
 
     name: str = "keep"
 
-    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         return LayerPlan(fingerprint(graph), ())
 
 
@@ -70,7 +70,7 @@ class RecomputeAll:
     min_bytes: int
     name: str = "recompute"
 
-    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         actions: list[tuple[str, Action]] = []
         for buffer in sorted(graph.saved):
             if passes_through(graph, buffer, self.min_bytes):
@@ -90,7 +90,7 @@ class CompressAll:
     min_bytes: int
     name: str = "compress"
 
-    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         actions: list[tuple[str, Action]] = []
         held = set(graph.saved)
         for buffer in sorted(graph.saved):
@@ -119,7 +119,7 @@ class QuantizeAll:
     min_bytes: int
     name: str = "quantize"
 
-    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         actions: list[tuple[str, Action]] = []
         for buffer in sorted(graph.saved):
             found = graph.buffers[buffer]
@@ -151,9 +151,10 @@ class FromPlan:
     plan: Plan
     name: str = field(default="plan")
 
-    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan:
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         """The plan's actions for this layer. Raises UserError when it has none, or asks for a recompute that
-        the trace has not shown to be exact."""
+        the settled trace has not shown to be exact. The first trace has proven no constant yet: what waits for
+        that is kept in the first call."""
         sites = {graph.buffers[b].site: b for b in graph.saved}
         found = self.plan.find(fingerprint(graph), sites, layer)
         if found is None:
@@ -161,6 +162,7 @@ class FromPlan:
                 f"Plan {self.plan.name} has no entry for layer {layer}, {graph.module} with graph "
                 f"{fingerprint(graph)}; make the plan for this model, or attach with plan='recompute'."
             )
+        actions = []
         for site, action in found.actions:
             if site not in sites:
                 raise UserError(
@@ -169,9 +171,12 @@ class FromPlan:
                 )
             buffer = sites[site]
             if isinstance(action, Recompute) and buffer not in evidence.verified:
+                if not settled:
+                    continue
                 reason = evidence.refused.get(buffer, "it is not written by an op of the layer")
                 raise UserError(f"Plan {self.plan.name} recomputes {site}, which is not possible: {reason}.")
-        return LayerPlan(fingerprint(graph), found.actions, found.layer)
+            actions.append((site, action))
+        return LayerPlan(fingerprint(graph), tuple(actions), found.layer)
 
 
 def policy_for(plan: str | Plan, min_bytes: int) -> Policy:
