@@ -54,13 +54,13 @@ def _resolve(patch: Patch) -> tuple[Any, str, Callable]:
         f"megatron-adacc knows it as {patch.symbol}({', '.join(patch.parameters)}), checked with megatron-core "
         f"{', '.join(patch.checked_with)}: install one of these versions."
     )
-    owner: Any = importlib.import_module(patch.module)
     *path, attribute = patch.symbol.split(".")
     try:
+        owner: Any = importlib.import_module(patch.module)
         for part in path:
             owner = getattr(owner, part)
         function = getattr(owner, attribute)
-    except AttributeError:
+    except (AttributeError, ModuleNotFoundError):
         raise UserError(
             f"{patch.name} does not exist in the installed megatron-core {_installed_version()}; {known}"
         ) from None

@@ -29,7 +29,7 @@ def _make(original: Callable) -> Callable:
             return original(*args, **kwargs)
         except UserError:
             raise
-        except (AssertionError, ValueError, FileNotFoundError, NotADirectoryError, OSError) as error:
+        except (AssertionError, ValueError, ZeroDivisionError, NotImplementedError, OSError) as error:
             raise UserError(_sentence(error)) from error
 
     return checked

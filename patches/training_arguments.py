@@ -30,7 +30,10 @@ def patches(add_flags: Callable[[ArgumentParser], ArgumentParser], adjust: Calla
                 parser.error = refuse  # type: ignore[method-assign]
                 return add_flags(extra_args_provider(parser) if extra_args_provider is not None else parser)
 
-            args = original(provider, ignore_unknown_args)
+            try:
+                args = original(provider, ignore_unknown_args)
+            except OSError as error:
+                raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from error
             adjust(args)
             return args
 

@@ -89,6 +89,18 @@ def train(plan: str, iterations: int, data: Path, out: Path, console: Console) -
     return json.loads(report.read_text())["summary"]
 
 
+def prepare(data: Path, console: Console) -> int:
+    """Make the data set, unless it is there; returns the command's exit code."""
+    process = subprocess.Popen([sys.executable, "-m", "megatron_adacc.cli", "prepare-data", "--output", str(data)])
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # The terminal has told the command as well: let it clear away what it began.
+        process.wait()
+        console.print("demo: interrupted")
+        return 130
+
+
 def table(rows: list[dict]) -> Table:
     """The comparison, with time and memory as ratios to the first row."""
     result = Table(title="GPT of 10 M parameters, 4 x 256 tokens a step; ratios to off")
@@ -114,9 +126,8 @@ def main() -> int:
     console, started = Console(), time.monotonic()
     args.output.mkdir(parents=True, exist_ok=True)
     data = args.output / "data"
-    prepared = subprocess.run([sys.executable, "-m", "megatron_adacc.cli", "prepare-data", "--output", str(data)])
-    if prepared.returncode != 0:
-        return prepared.returncode
+    if code := prepare(data, console):
+        return code
     rows = [train(plan, args.iterations, data, args.output, console) for plan in PLANS]
     write_text(args.output / "summary.json", json.dumps(rows, indent=1) + "\n")
     console.print(table(rows))

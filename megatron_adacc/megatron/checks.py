@@ -1,7 +1,10 @@
 """What Megatron finds out late, or in a traceback, is looked at before anything starts."""
 
 import os
+import struct
+import tempfile
 from argparse import Namespace
+from typing import Any
 
 from megatron_adacc.errors import UserError
 
@@ -16,10 +19,18 @@ def check_arguments(args: Namespace) -> None:
     _check_split(args)
     _check_vocabulary(args)
     if args.adacc_report is not None:
-        folder = os.path.dirname(os.path.abspath(args.adacc_report))
-        if os.path.isdir(args.adacc_report):
-            raise UserError(f"--adacc-report {args.adacc_report} is a folder: name a file in it.")
+        _check_report(args.adacc_report)
+
+
+def _check_report(path: str) -> None:
+    if os.path.isdir(path):
+        raise UserError(f"--adacc-report {path} is a folder: name a file in it.")
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
         os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"--adacc-report {path} cannot be written: {error.strerror} ({folder}).") from error
 
 
 def refuse_jobs_of_upstream(args: Namespace) -> None:
@@ -33,16 +44,32 @@ def refuse_jobs_of_upstream(args: Namespace) -> None:
 
 
 def _prefixes(args: Namespace) -> list[tuple[str, str]]:
-    """(flag, path without suffix) of every data set that the run names and that lies on a disk of this machine."""
-    from megatron.core.datasets.utils import get_blend_from_list
+    """(what names it, path without suffix) of every data set of the run that lies on a disk of this machine."""
+    from megatron.training.utils import get_blend_and_blend_per_split
 
     if args.mock_data or getattr(args, "enable_msc", False) or args.object_storage_cache_path is not None:
         return []
-    found = []
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        blend = get_blend_from_list(getattr(args, name))
-        found += [(f"--{name.replace('_', '-')}", prefix) for prefix in (blend[0] if blend is not None else ())]
-    return found
+    names = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+    given = [name for name in (*names, "per_split_data_args_path") if getattr(args, name) is not None]
+    flag = "--" + given[0].replace("_", "-") if given else "--data-path"
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{flag} {getattr(args, given[0])} cannot be read as a list of data sets: {error}.") from error
+    return [(flag, prefix) for part in (blend, *(per_split or ())) if part is not None for prefix in part[0]]
+
+
+def _open(flag: str, prefix: str) -> Any:
+    """The data set; UserError where its files are not Megatron's."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    try:
+        return IndexedDataset(prefix)
+    except (AssertionError, ValueError, OSError, EOFError, struct.error) as error:
+        raise UserError(
+            f"{flag} names {prefix}, but {prefix}.idx and .bin cannot be read as a Megatron data set ({error}): copy "
+            "or make them again."
+        ) from error
 
 
 def _check_data(args: Namespace) -> None:
@@ -69,13 +96,12 @@ def _check_split(args: Namespace) -> None:
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
     )
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    if args.split is None or args.data_path is None:
+    if args.split is None or (args.data_path is None and args.data_args_path is None):
         return
     parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
     for flag, prefix in _prefixes(args):
-        documents = len(IndexedDataset(prefix))
+        documents = len(_open(flag, prefix))
         sets = (("training", 1), ("validation", args.eval_iters), ("test", args.eval_iters))
         for (name, asked), part in zip(sets, parts, strict=True):
             # The bounds as Megatron rounds them.
@@ -88,7 +114,6 @@ def _check_split(args: Namespace) -> None:
 
 def _check_vocabulary(args: Namespace) -> None:
     """A token beyond the embedding's last row is an index error in the middle of a step, or garbage on a GPU."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.training import get_tokenizer
 
     size, rows = getattr(get_tokenizer(), "vocab_size", None), args.padded_vocab_size
@@ -103,7 +128,7 @@ def _check_vocabulary(args: Namespace) -> None:
             f"{size} entries: leave --vocab-size out."
         )
     for flag, prefix in _prefixes(args):
-        data = IndexedDataset(prefix)
+        data = _open(flag, prefix)
         seen = largest = 0
         for index in range(len(data)):
             document = data[index]

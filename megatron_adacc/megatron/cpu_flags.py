@@ -37,10 +37,15 @@ _REFUSED = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 
 
 def adjust(args: Namespace) -> list[str]:
-    """Turn off in `args` what needs a GPU; returns the changed flags. Raises UserError for 8- and 4-bit formats."""
+    """Turn off in `args` what needs a GPU; returns the changed flags. UserError for what has no counterpart."""
     for name, flag in _REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"{flag} needs a GPU that has the format: leave it out to train on the CPU.")
+    if getattr(args, "context_parallel_size", 1) > 1:
+        raise UserError(
+            "--context-parallel-size above 1 needs Transformer Engine's attention, which needs a GPU: leave it out to "
+            "train on the CPU."
+        )
     changed = []
     for switch in _SWITCHES:
         if getattr(args, switch.name, switch.value) not in (switch.value, None):

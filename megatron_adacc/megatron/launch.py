@@ -11,14 +11,19 @@ import os
 import signal
 import socket
 import sys
+import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 
 from megatron_adacc import devices
 from megatron_adacc.errors import UserError
 from megatron_adacc.machine import find_compiler
 from megatron_adacc.megatron.console import rank, say
+
+# How long another rank leaves the word to rank 0.
+_SECONDS_FOR_RANK_0 = 4.0
 
 # Whether this process was prepared: patches and bridge belong to the process, not to an object.
 _prepared = False
@@ -35,17 +40,39 @@ def user_errors(program: str) -> Iterator[None]:
         _leave(program, "interrupted", 130)
 
 
-def _leave(program: str, message: str, code: int) -> None:
-    """Say it once a job, where all ranks find the same mistake, and end this process with `code`."""
-    import torch
+def _job_runs() -> bool:
+    """Whether the ranks have met, without importing what may be half imported."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    return distributed is not None and getattr(distributed, "is_initialized", bool)()
 
-    if rank() == 0 or torch.distributed.is_initialized():
+
+def _leave(program: str, message: str, code: int) -> None:
+    """Say it, once a job where all ranks find the same mistake, and end this process with `code`."""
+    if rank() != 0 and code == 130:
+        message = ""  # rank 0 was interrupted too
+    elif rank() != 0 and not _job_runs():
+        # Most mistakes are every rank's: then rank 0 says it, and its end ends this rank before it repeats it.
+        # Leaving first would end rank 0 before it could speak.
+        time.sleep(_SECONDS_FOR_RANK_0)
+    if message:
         sys.stderr.write(f"{program}: {message}\n")
         sys.stderr.flush()
     sys.stdout.flush()
     # A peer may wait for this rank in a collective; the launcher ends it when this process is gone, which
     # an orderly shutdown of the process group (a collective itself) would prevent.
     os._exit(code)
+
+
+def _excepthook(program: str) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
+    """Ctrl-C while the script imports Megatron, outside of `user_errors`, is no traceback either."""
+    usual = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            _leave(program, "interrupted", 130)
+        usual(kind, error, trace)
+
+    return hook
 
 
 def _requested_device(arguments: Sequence[str]) -> str | None:
@@ -62,16 +89,16 @@ def _single_process() -> None:
     """Without a launcher, be the only rank of a job of one (python pretrain_gpt.py ...)."""
     if "RANK" in os.environ:
         return
-    port = os.environ.get("MASTER_PORT")
+    # Port 0: the store takes one that is free when it opens it, and a job of one has nobody to tell.
+    port = os.environ.get("MASTER_PORT", "0")
     with socket.socket() as probe:
         try:
-            probe.bind(("127.0.0.1", int(port) if port else 0))
-        except ValueError:
+            probe.bind(("127.0.0.1", int(port)))
+        except (ValueError, OverflowError):
             raise UserError(f"MASTER_PORT is {port!r}, which is not a port number.") from None
         except OSError:
             raise UserError(f"MASTER_PORT {port} is in use: choose another, or leave it unset.") from None
-        free = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(free))
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=port)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 
 
@@ -110,6 +137,7 @@ def prepare(program: str, arguments: Sequence[str] | None = None) -> None:
     global _prepared
     with user_errors(program):
         if not _prepared:
+            sys.excepthook = _excepthook(program)
             _prepare(list(sys.argv[1:] if arguments is None else arguments))
             _prepared = True
 

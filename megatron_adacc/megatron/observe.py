@@ -8,6 +8,7 @@ Megatron's writers, prints one line, writes adacc/... scalars and keeps a row fo
 
 import atexit
 import functools
+import logging
 import statistics
 import time
 from argparse import Namespace
@@ -27,6 +28,8 @@ from megatron_adacc.runtime.attach import Handle
 from megatron_adacc.runtime.held import HeldMeter
 from megatron_adacc.runtime.peak import PeakMeter
 
+logger = logging.getLogger(__name__)
+
 _MIB = 2**20
 
 
@@ -43,6 +46,10 @@ def _largest(values: Iterable[int | None]) -> int | None:
     """The largest value; None where one is unknown, for then the largest is unknown too."""
     known = list(values)
     return None if None in known else max(value for value in known if value is not None)
+
+
+def _loss(losses: dict[str, torch.Tensor]) -> float | None:
+    return float(losses["lm loss"]) if "lm loss" in losses else None
 
 
 class Observer:
@@ -62,7 +69,9 @@ class Observer:
         self._handle: Handle | None = None
         self._report = Report.start(args)
         self._written_at = 0.0
-        atexit.register(self._write)
+        self._last_losses: dict[str, torch.Tensor] = {}
+        self._last_iteration = 0
+        atexit.register(self._finish)
 
     def around_step(self, step: Step, forward_step: Callable, model: list, iteration: int) -> tuple:
         """Run one step with its forwards measured; logs at the log interval. `iteration` counts from 1."""
@@ -88,6 +97,7 @@ class Observer:
             figures = peak.end_step()
         self._step_ms.append(milliseconds)
         self._skipped += int(result[1])
+        self._last_iteration, self._last_losses = iteration, result[0]
         self._figures.append(_Figures(self._held_bytes, figures.peak_bytes, figures.rss_peak_bytes))
         last = iteration >= (self._args.train_iters or 0)
         self._describe(last)
@@ -145,7 +155,7 @@ class Observer:
             return
         row = Row(
             iteration=iteration,
-            lm_loss=float(losses["lm loss"]) if "lm loss" in losses else None,
+            lm_loss=_loss(losses),
             skipped_iterations=self._skipped,
             step_ms=milliseconds,
             held_bytes=max(figure.held_bytes for figure in ranks),
@@ -194,7 +204,29 @@ class Observer:
         if (wandb := get_wandb_writer()) is not None:
             wandb.log(known, row.iteration)
 
+    def _finish(self) -> None:
+        """At the process's end: steps that no log interval has reached (--exit-interval) get a row of this rank's."""
+        world = int(self._args.world_size)
+        if self._figures and int(self._args.rank) == world - 1:
+            self._report.rows.append(
+                Row(
+                    iteration=self._last_iteration,
+                    lm_loss=_loss(self._last_losses),
+                    skipped_iterations=self._skipped,
+                    step_ms=statistics.median(self._step_ms),
+                    held_bytes=max(figure.held_bytes for figure in self._figures),
+                    peak_bytes=_largest(figure.peak_bytes for figure in self._figures),
+                    peak_rss_bytes=max(figure.peak_rss_bytes for figure in self._figures),
+                )
+            )
+        self._write()
+
     def _write(self) -> None:
-        if self._args.adacc_report is not None and self._report.rows:
+        if self._args.adacc_report is None or not self._report.rows:
+            return
+        try:
             write_text(self._args.adacc_report, self._report.json())
-            self._written_at = time.monotonic()
+        except OSError as error:
+            # A full disk must not end the training.
+            logger.warning("The report %s could not be written: %s.", self._args.adacc_report, error)
+        self._written_at = time.monotonic()

@@ -33,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Launch the script; returns the exit code of the job."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as launch
@@ -57,6 +58,9 @@ def run(args: Namespace) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         launch(job)
+    except SignalException as stopped:
+        sys.stderr.write(f"adacc run: stopped by {stopped.sigval.name}\n")
+        return 128 + stopped.sigval.value
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.stderr.write(f"adacc run: rank {rank} ended with exit code {failure.exitcode}; the job was stopped.\n")
@@ -65,7 +69,10 @@ def run(args: Namespace) -> int:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UserError(f"{message}; the call is adacc run [torchrun options] SCRIPT [the script's flags].")
+    raise UserError(
+        f"{message}; the call is adacc run [torchrun options] SCRIPT [flags], with the script's flags and ours behind "
+        "SCRIPT."
+    )
 
 
 def _given(arguments: list[str], option: str) -> bool:

@@ -10,6 +10,7 @@ left as the user set them, because nothing here forks.
 import contextlib
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ MIN_VOCAB_SIZE = 256 + 2
 MAX_VOCAB_SIZE = 1_000_000
 # Characters that are encoded in one call, on all cores. An encoding takes some 100 bytes a token.
 _BATCH_CHARS = 2**20
+# A word of the length at which training cuts it, with more of it to come.
+_LONG_WORD = re.compile(r"(\S{1000})(?=\S)")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -48,7 +51,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    # Training takes time quadratic in the length of a word: a megabyte without a space would take for ever.
+    short = (_LONG_WORD.sub(r"\1 ", piece) for text in texts for piece in pieces(text))
+    tokenizer.train_from_iterator(short, trainer)
     return tokenizer
 
 

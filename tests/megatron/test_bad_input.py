@@ -32,6 +32,8 @@ def check_sentence(run, *, program="pretrain_gpt.py", code=2):
         ({"no_such_flag": 1}, "unrecognized arguments: --no-such-flag 1"),
         ({"sft": True}, "--sft is a job of upstream's own script"),
         ({"fp8_format": "hybrid"}, "--fp8-format needs a GPU"),
+        ({"yaml_cfg": "nowhere.yaml"}, "nowhere.yaml cannot be read"),
+        ({"num_layers": 0}, "Megatron refuses these arguments"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
@@ -89,6 +91,32 @@ def test_no_evaluation_interval(train):
 def test_a_report_that_cannot_be_written(train, tmp_path):
     run = train(report=False, adacc_report=tmp_path)
     assert "is a folder: name a file in it" in check_sentence(run)
+    (tmp_path / "file").touch()
+    run = train(report=False, adacc_report=tmp_path / "file" / "report.json")
+    assert "report.json cannot be written" in check_sentence(run)
+
+
+def test_data_that_is_none(train, tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"text{suffix}").write_text("garbage")
+    run = train(data_path=tmp_path / "text")
+    assert "cannot be read as a Megatron data set" in check_sentence(run)
+
+
+def test_a_list_of_data_sets_that_is_not_there(train, tmp_path):
+    run = train(mock_data=False, data_args_path=tmp_path / "list.txt")
+    assert "--data-args-path" in check_sentence(run)
+    assert "cannot be read as a list of data sets" in run.text
+
+
+@pytest.mark.distributed
+def test_what_only_a_later_rank_sees_is_said(jobs):
+    tokens = jobs.flags({**jobs.MODEL, "mock-data": True, "train-iters": 1, "adacc-plan": "ful"})
+    script = str(jobs.ROOT / "pretrain_gpt.py")
+    job = jobs.start([*jobs.launcher(1), script, *tokens], RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    code, text = jobs.finish(job)
+    assert code == 2
+    assert "pretrain_gpt.py: error: --adacc-plan is 'ful'" in text
 
 
 @pytest.mark.distributed

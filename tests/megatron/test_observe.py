@@ -58,6 +58,12 @@ def test_the_last_iteration_is_reported_when_it_is_not_at_the_log_interval(train
     assert [row["iteration"] for row in run.report["iterations"]] == [2, 4, 5]
 
 
+def test_steps_that_no_log_interval_has_reached_are_reported_at_the_end(trained):
+    run = trained(iterations=9, log_interval=100, exit_interval=3)
+    assert [row["iteration"] for row in run.report["iterations"]] == [3]
+    assert run.losses[0] == trained(iterations=9, exit_interval=3).losses[2]
+
+
 def test_weights_and_biases_gets_the_same_scalars(monkeypatch):
     import megatron.training as training
 

@@ -2,8 +2,10 @@
 
 import functools
 import os
+import random
 import socket
 import sysconfig
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,3 +113,13 @@ def test_a_long_document_is_encoded_in_batches_and_stays_one(monkeypatch: pytest
     documents = list(text_dataset.encode(iter(texts), tokenizer))
     assert [tokenizer.decode(ids[:-1].tolist()) for ids in documents] == texts
     assert [int(ids[-1]) for ids in documents] == [0] * 4
+
+
+def test_training_does_not_stall_on_a_word_without_end():
+    # Quadratic, this took minutes; cut into words of a thousand letters it takes a second or two.
+    text = "".join(random.Random(0).choices("acgt", k=300_000))
+    started = time.monotonic()
+    tokenizer = text_dataset.train_tokenizer([text], 400)
+    assert time.monotonic() - started < 60
+    assert tokenizer.get_vocab_size() == 400
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -90,6 +90,8 @@ def wait_for(children: dict[int, int]) -> int:
             found = os.waitstatus_to_exitcode(status)
             if found != 0 and code == 0:
                 code, deadline = found, time.monotonic() + GRACE_SECONDS
+                for child in children:
+                    os.kill(child, signal.SIGTERM)
         elif deadline is not None and time.monotonic() > deadline:
             for child in children:
                 os.kill(child, signal.SIGKILL)

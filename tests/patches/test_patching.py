@@ -59,6 +59,8 @@ def test_another_upstream_is_refused_with_symbol_and_version_and_nothing_is_appl
     with pytest.raises(UserError, match=words) as refused:
         patching.apply([patch(), patch(symbol, parameters)])
     assert "checked with megatron-core 0.19.2" in str(refused.value)
+    with pytest.raises(UserError, match="does not exist in the installed megatron-core"):
+        patching.apply([Patch("megatron.nowhere", "add", (), ("0.19.2",), lambda original: original, "a test")])
     assert module.add is original
 
 
