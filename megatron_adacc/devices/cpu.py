@@ -21,6 +21,7 @@ of a tensor-parallel group silently differ. So data loaders get a host generator
 import contextlib
 import functools
 import os
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -318,8 +319,16 @@ def is_installed() -> bool:
 
 
 def uninstall() -> None:
-    """Put every replaced attribute back (names that Megatron imported by value stay bridged)."""
+    """Put every replaced attribute back (names that Megatron imported by value stay bridged).
+
+    Dynamo knows torch's functions by identity, from a table that it makes when it first compiles something. Made
+    while the bridge was in place, the table has the stand-ins and would refuse the originals (torch.arange as a
+    skipped function), so Dynamo is told to make it again.
+    """
     global _installed
     if _installed is not None:
         _installed.close()
         _installed = None
+        rules = sys.modules.get("torch._dynamo.trace_rules")
+        if rules is not None:
+            rules.clear_lru_cache()

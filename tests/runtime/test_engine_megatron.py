@@ -1,5 +1,7 @@
 """Megatron's own GPT layers on the CPU under the engine: right counts, right gradients, right random numbers."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -154,3 +156,23 @@ def test_roles() -> None:
     assert roles.count(Role.QUERY_KEY_VALUE) == 1
     assert roles.count(Role.STATISTICS) == 4
     assert roles.count(Role.LINEAR_INPUT) == 2
+
+
+def test_compiling_works_after_the_bridge_is_gone() -> None:
+    """Dynamo's table of torch's functions, made under the bridge, has the stand-ins in place of the originals."""
+    program = """
+import torch
+from megatron_adacc.devices import cpu
+
+def compiled():
+    return torch.compile(lambda x: x + torch.arange(3, device=x.device), backend="eager", fullgraph=True)(torch.ones(3))
+
+for _ in range(2):
+    cpu.install()
+    assert compiled().tolist() == [1, 2, 3]
+    cpu.uninstall()
+    assert compiled().tolist() == [1, 2, 3]
+print("compiled")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "compiled", done.stderr[-2000:]
