@@ -3,27 +3,35 @@
     python benchmarks/engine.py [--rounds 15] [--layers 2] [--hidden 512] [--sequence 512] [--batch 4]
 
 A two-layer GPT stack, fp32, unfused attention, dropout 0.1, one thread. The variants take turns in one process, so
-that a slower minute of the machine slows all of them; figures are medians of the rounds and ratios of medians.
+that a slower minute of the machine slows all of them.
 
     plain        nothing attached
-    keep         attach(layers, "keep")
-    recompute    attach(layers, "recompute")
     checkpoint   torch.utils.checkpoint around each layer (use_reentrant=False)
+    keep, recompute, compress, quantize
+                 attach(layers, the name)
 
+cpu:  CPU seconds of a step, median of the rounds: what a machine that others use too disturbs least. Ratios are
+      medians over the rounds of a variant's CPU seconds by plain's, and by checkpoint's, in the same round.
+wall: seconds of a step, median; first: CPU seconds of the first step beyond the median (attach is before it): two
+      traced forwards, verification, and whatever is compiled for the codecs.
 held: bytes of distinct storages that the forward leaves behind for the backward, parameters not counted.
 peak: the largest sum of live tensor bytes during forward and backward above what was live before, counted from
       the allocations that the profiler reports; exact, but for allocations outside torch.
+error: the largest relative gradient error of a parameter; 0 means that all gradients have plain's very bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
+import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +40,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_adacc import attach
 from megatron_adacc.runtime.attach import Handle
+
+PLANS = ("keep", "recompute", "compress", "quantize")
 
 
 class GptLayer(nn.Module):
@@ -75,14 +85,12 @@ class Variant:
         return x
 
     def step(self, x: Tensor) -> tuple[float, float]:
-        """Seconds of the forward and of the backward."""
+        """CPU seconds and wall seconds of a forward and backward."""
         self.layers.zero_grad(set_to_none=True)
         torch.manual_seed(0)
-        begin = time.perf_counter()
-        loss = self.forward(x).square().mean()
-        middle = time.perf_counter()
-        loss.backward()
-        return middle - begin, time.perf_counter() - middle
+        cpu, wall = time.process_time(), time.perf_counter()
+        self.forward(x).square().mean().backward()
+        return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
@@ -115,19 +123,27 @@ def checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
 def build(options: argparse.Namespace) -> list[Variant]:
     torch.manual_seed(1)
     stack = nn.ModuleList(GptLayer(options.hidden, options.heads, options.sequence, 0.1) for _ in range(options.layers))
-    copies = {name: copy.deepcopy(stack) for name in ("keep", "recompute", "checkpoint")}
 
     def plain(layer: nn.Module, x: Tensor) -> Tensor:
         result = layer(x)
         assert isinstance(result, Tensor)
         return result
 
-    return [
-        Variant("plain", stack, plain),
-        Variant("keep", copies["keep"], plain, attach(copies["keep"], "keep")),
-        Variant("recompute", copies["recompute"], plain, attach(copies["recompute"], "recompute")),
-        Variant("checkpoint", copies["checkpoint"], checkpointed),
+    variants = [Variant("plain", stack, plain), Variant("checkpoint", copy.deepcopy(stack), checkpointed)]
+    for plan in PLANS:
+        layers = copy.deepcopy(stack)
+        variants.append(Variant(plan, layers, plain, attach(layers, plan)))
+    return variants
+
+
+def largest_error(gradients: list[Tensor | None], exact: list[Tensor | None]) -> float:
+    """The largest relative error of a parameter's gradient."""
+    errors = [
+        0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm())
+        for a, b in zip(gradients, exact, strict=True)
+        if a is not None and b is not None
     ]
+    return max(errors)
 
 
 def main() -> None:
@@ -138,32 +154,39 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    out = sys.stdout
+    load = os.getloadavg()[0]
+    out.write(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, ")
+    out.write(f"{os.cpu_count()} cores, load {load:.1f} before")
     variants = build(options)
     x = torch.randn(options.batch, options.sequence, options.hidden, requires_grad=True)
-    first = {v.name: sum(v.step(x)) for v in variants}
-    second = {v.name: sum(v.step(x)) for v in variants}
+    first = {v.name: v.step(x)[0] for v in variants}
+    for variant in variants:
+        variant.step(x)
     gradients = {v.name: [p.grad for p in v.layers.parameters()] for v in variants}
+    errors = {name: largest_error(found, gradients["plain"]) for name, found in gradients.items()}
     times: dict[str, list[tuple[float, float]]] = {v.name: [] for v in variants}
     for _ in range(options.rounds):
         for variant in variants:
             times[variant.name].append(variant.step(x))
     held = {v.name: held_bytes(v, x) for v in variants}
-    peak = {v.name: peak_bytes(lambda v=v: v.step(x)) for v in variants}
-    medians = {name: statistics.median(a + b for a, b in rows) for name, rows in times.items()}
-    out = sys.stdout
-    out.write(f"{'variant':<11}{'step s':>8}{'/plain':>8}{'/ckpt':>8}{'fwd s':>8}{'bwd s':>8}")
-    out.write(f"{'held MB':>9}{'% plain':>9}{'peak MB':>9}{'first s':>9}{'exact':>7}\n")
-    for variant in variants:
-        name = variant.name
-        exact = all(torch.equal(a, b) for a, b in zip(gradients[name], gradients["plain"], strict=True))
-        forward, backward = (statistics.median(row[i] for row in times[name]) for i in (0, 1))
+    peak = {v.name: peak_bytes(partial(v.step, x)) for v in variants}
+
+    def ratio(name: str, other: str) -> float:
+        return statistics.median(a[0] / b[0] for a, b in zip(times[name], times[other], strict=True))
+
+    out.write(f", {os.getloadavg()[0]:.1f} after; {options.rounds} rounds\n\n")
+    out.write(
+        "| variant | cpu s | / plain | / checkpoint | wall s | first s | held MB | % of plain | peak MB | error |\n"
+    )
+    out.write("|---|---|---|---|---|---|---|---|---|---|\n")
+    for name, rows in times.items():
+        cpu, wall = (statistics.median(row[i] for row in rows) for i in (0, 1))
         out.write(
-            f"{name:<11}{medians[name]:8.3f}{medians[name] / medians['plain']:8.3f}"
-            f"{medians[name] / medians['checkpoint']:8.3f}{forward:8.3f}{backward:8.3f}{held[name] / 1e6:9.2f}"
-            f"{100 * held[name] / held['plain']:9.2f}{peak[name] / 1e6:9.1f}"
-            f"{first[name] - second[name]:9.2f}{exact!s:>7}\n"
+            f"| {name} | {cpu:.3f} | {ratio(name, 'plain'):.3f} | {ratio(name, 'checkpoint'):.3f} | {wall:.3f} | "
+            f"{first[name] - cpu:.2f} | {held[name] / 1e6:.2f} | {100 * held[name] / held['plain']:.2f} | "
+            f"{peak[name] / 1e6:.1f} | {errors[name]:.3g} |\n"
         )
-    out.write(f"traced forwards: {variants[2].handle.traced_forwards if variants[2].handle else 0}\n")
 
 
 if __name__ == "__main__":

@@ -111,10 +111,10 @@ def _copy_storage(base: Tensor) -> Tensor:
 class _Step:
     """One op, ready to run: arguments with loaders in the place of views."""
 
-    def __init__(self, graph: LayerGraph, step: Step, sources: frozenset[int], context: Context) -> None:
+    def __init__(self, graph: LayerGraph, step: Step, untouched: frozenset[int], context: Context) -> None:
         op, copies, frees = graph.ops[step.op], step.copies, step.frees
         self._graph = graph
-        self._sources = sources
+        self._untouched = untouched
         self._context = context
         self.args = tuple(self._compile(a) for a in op.args)
         self.kwargs = {name: self._compile(v) for name, v in op.kwargs}
@@ -139,26 +139,35 @@ class _Step:
             self.empty = op.target != COMPILED and op.target.split(".")[1] in EMPTY_NAMES
 
     def _reuse_dead_operand(self, op: Op) -> None:
-        """Let a pointwise op write its result over its first operand, where this step reads that last: the same
-        bits without new memory, whose page faults cost more than the arithmetic."""
+        """Let a pointwise op write its result over an operand that this step reads last: the same bits without
+        new memory, whose page faults cost more than the arithmetic."""
         if len(op.outputs) != 1 or op.outputs[0] is None or op.mutates or not op.args:
             return
-        first, result = op.args[0], self._graph.buffers[op.outputs[0]]
-        if not isinstance(first, View) or first.buffer not in self.frees or first.buffer in self._sources:
+        result = self._graph.buffers[op.outputs[0]]
+        dead = [a for a in op.args if isinstance(a, View) and self._may_become(op, a, result)]
+        if not dead:
             return
-        operand = self._graph.buffers[first.buffer]
-        if operand.nbytes != result.nbytes or not same_layout(first, result.base):
-            return
-        if any(v.buffer == first.buffer and v != first for v in op.views()):
-            return
+        operand = dead[0]
         if op.target == "aten._softmax.default" and self._context.device.type == "cpu":
             # The CPU kernel finishes reading an element's row before it writes the element.
             self.function = torch.ops.aten._softmax.out
-            self.out = Loader.of(first, operand)
-        elif torch.Tag.pointwise in self.function.tags:
-            namespace, name, overload = op.target.split(".")
-            with contextlib.suppress(AttributeError):
-                self.function = schema.find_op(f"{namespace}.{name}_.{overload}")
+        elif torch.Tag.pointwise not in self.function.tags:
+            return
+        else:
+            variant = schema.out_variant(self.function)
+            if variant is None:
+                return
+            self.function = variant
+        self.out = Loader.of(operand, self._graph.buffers[operand.buffer])
+
+    def _may_become(self, op: Op, view: View, result: Buffer) -> bool:
+        """Whether the result may lie where the operand does."""
+        if view.buffer not in self.frees or view.buffer in self._untouched:
+            return False
+        operand = self._graph.buffers[view.buffer]
+        if operand.nbytes != result.nbytes or not same_layout(view, result.base):
+            return False
+        return all(v == view for v in op.views() if v.buffer == view.buffer)
 
     def _compile(self, argument: Any) -> Any:
         if isinstance(argument, View):
@@ -234,12 +243,16 @@ class Context:
 
 
 class Replayer:
-    """Runs the steps of a group. Holds no tensor between runs."""
+    """Runs the steps of a group. Holds no tensor between runs.
 
-    def __init__(self, graph: LayerGraph, group: Group, context: Context) -> None:
+    ``private``: sources that are loaded for this run alone, such as decoded ones; results may replace them."""
+
+    def __init__(
+        self, graph: LayerGraph, group: Group, context: Context, private: frozenset[int] = frozenset()
+    ) -> None:
         self.group = group
-        sources = frozenset(group.sources)
-        self._steps = [_Step(graph, step, sources, context) for step in group.steps]
+        untouched = frozenset(group.sources) - private
+        self._steps = [_Step(graph, step, untouched, context) for step in group.steps]
         self._writes = [frozenset(graph.ops[s.op].writes) for s in group.steps]
         # An opaque submodule runs as Python code of its own, under the autocast state of the trace.
         self._segments = [

@@ -91,6 +91,24 @@ def find_op(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
+def out_variant(func: Any) -> Any | None:
+    """The overload that computes the same from the same arguments and writes it to a keyword argument ``out``;
+    None where there is none."""
+    arguments = [(a.name, str(a.type)) for a in func._schema.arguments]
+    packet = func.overloadpacket
+    for overload in packet.overloads():
+        found = getattr(packet, overload)
+        *others, last = found._schema.arguments or [None]
+        if (
+            last is not None
+            and last.name == "out"
+            and last.is_out
+            and [(a.name, str(a.type)) for a in others] == arguments
+        ):
+            return found
+    return None
+
+
 def is_collective(func: Any) -> bool:
     return op_name(func).split("::", 1)[0] in ("c10d", FUNCTIONAL_COLLECTIVES)
 

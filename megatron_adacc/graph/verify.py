@@ -108,8 +108,11 @@ def verify(
     wrong: set[int] = set()
     for group in group_recipes(graph, stored, dropped):
         env = gather(graph, group.sources, saved, sources, context)
+        # A plan stores masks as bits, and replay then writes over what it decoded: the proof does the same.
+        masks = frozenset(b for b in group.sources if b in saved and _may_be_mask(graph, b))
+        env |= {b: env[b].clone() for b in masks}
         targets = set(group.targets)
-        for writes in Replayer(graph, group, context).stepwise(env, module):
+        for writes in Replayer(graph, group, context, masks).stepwise(env, module):
             for index in writes & targets:
                 if not _matches(graph, index, env[index], saved[index]):
                     wrong.add(index)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.planner import LayerPlan, Plan
+from megatron_adacc.runtime.gradient_errors import error_table, gradients, named_parameters, relative_error
 from megatron_adacc.runtime.key import LiveState, class_key, numbering_attributes
 from megatron_adacc.runtime.layer import LayerForward
 from megatron_adacc.runtime.policy import policy_for
@@ -55,7 +56,7 @@ def attach(
     keys = [class_key(module) for module in modules]
     for place, (key, module) in enumerate(zip(keys, modules, strict=True)):
         classes.setdefault(key, {})[place] = module
-    caches = {key: TraceCache(policy, traces_per_class) for key in classes}
+    caches = {key: TraceCache(policy, traces_per_class, tuple(members)) for key, members in classes.items()}
     numbering = {key: numbering_attributes(members) for key, members in classes.items()}
     stashes: WeakSet[Any] = WeakSet()
     forwards = []
@@ -103,6 +104,7 @@ class Handle:
         self._caches = caches
         self._stashes = stashes
         self._plan_name = plan_name
+        self._gradient_errors: dict[str, float] = {}
 
     def stored_bytes(self) -> int:
         """Bytes that live stashes hold now: kept, packed and rebuilt tensors, each storage once; not the
@@ -145,15 +147,56 @@ class Handle:
 
     def report(self) -> str:
         """A table for each graph: site, role, shape, dtype, bytes, action, recipe length, and what keeps a
-        buffer from being recomputed."""
+        buffer from being recomputed; then the gradient errors, if they were measured."""
         rows = []
         for cache in self._caches:
             place = next(f.layer for f in self._forwards if f.cache is cache)
             rows += [report(cache, trace, place) for trace in cache.traces()]
+        if self._gradient_errors:
+            rows.append(error_table(self._gradient_errors))
         return "\n\n".join(rows) or "no layer was traced yet: nothing has run with gradients enabled"
 
+    def gradient_errors(self, loss: Callable[[], Tensor]) -> dict[str, float]:
+        """Measure what the plan costs: relative gradient error of each parameter of the attached layers, by
+        ``layer.path``; the report shows it from then on. Nothing is trained: no .grad and no default random
+        generator is changed.
+
+        Args:
+            loss: runs the model on some inputs and returns its loss. It is called twice, attached and not, and
+                must do the same both times: what it draws from generators of its own (Megatron's tracker), and
+                what its forward changes (running statistics), is its to put back.
+
+        Raises:
+            UserError: loss() gives no scalar with a gradient, or none that the layers contribute to.
+        """
+        parameters = named_parameters({f.layer: f.module for f in self._forwards})
+        planned = gradients(loss, list(parameters.values()))
+        attached = [f for f in self._forwards if f.module.__dict__.get("forward") is f]
+        try:
+            for forward in attached:
+                forward.remove()
+            exact = gradients(loss, list(parameters.values()))
+        finally:
+            for forward in attached:
+                forward.install()
+        self._gradient_errors = {
+            name: relative_error(a, b)
+            for name, a, b in zip(parameters, planned, exact, strict=True)
+            if a is not None and b is not None
+        }
+        return dict(self._gradient_errors)
+
     def detach(self) -> None:
-        """Give the layers their own forward back. A second call does nothing."""
+        """Give the layers their own forward back. A second call does nothing.
+
+        Raises:
+            NotTwoValuedError: on CUDA, something that was stored as bits had more than two values.
+        """
+        self._remove()
+        for cache in self._caches:
+            cache.close()
+
+    def _remove(self) -> None:
         for forward in self._forwards:
             forward.remove()
 
@@ -163,4 +206,7 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.detach()
+        if error is None:
+            self.detach()
+        else:
+            self._remove()

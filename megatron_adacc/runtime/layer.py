@@ -98,6 +98,7 @@ class LayerForward:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         self._look_around()
+        self.cache.begin(self.layer)
         tensors: list[Tensor] = []
         key = (arguments_key(args, kwargs, tensors), self._live_state.key(), environment_key())
         trace = self.cache.get(key)

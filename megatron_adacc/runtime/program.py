@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_adacc import codecs
 from megatron_adacc.codecs import Codec
+from megatron_adacc.codecs.bitmask import BitmaskState
 from megatron_adacc.graph.model import Buffer, LayerGraph, Origin, Pack
 from megatron_adacc.graph.recipes import Group, group_recipes
 from megatron_adacc.graph.replay import Context, Loader, Replayer, base_of, literal_tensor, torch_dtype
@@ -18,6 +19,8 @@ from megatron_adacc.graph.storages import storage_key, version_watch
 from megatron_adacc.planner import Action, Compress, Keep, LayerPlan, Recompute
 from megatron_adacc.runtime.errors import TraceMismatchError
 from megatron_adacc.runtime.stash import Dropped, Encoded, Held, Packing, Source, Stash, Weight
+
+SMALL_SAMPLE = 2**18  # elements
 
 NAMED = (Origin.PARAMETER, Origin.MODULE_BUFFER, Origin.ATTRIBUTE)
 
@@ -104,9 +107,10 @@ class DropEntry(Entry):
 
 
 class EncodeEntry(Entry):
-    def __init__(self, pack: Pack, buffer: Buffer, codec: Codec, is_source: bool) -> None:
+    def __init__(self, pack: Pack, buffer: Buffer, codec: Codec, is_source: bool, state: BitmaskState | None) -> None:
         super().__init__(pack, buffer)
         self.codec = codec
+        self.state = state
         self.is_source = is_source
         self.view = pack.view
 
@@ -115,7 +119,7 @@ class EncodeEntry(Entry):
         index = self.buffer.index
         packing = stash.packings.get(index)
         if packing is None:
-            packed = self.codec.encode(base_of(tensor.detach(), self.view, self.buffer))
+            packed = self.codec.encode(base_of(tensor.detach(), self.view, self.buffer), self.state)
             packing = stash.packings[index] = Packing(stash, self.codec, packed)
             if self.is_source:
                 stash.sources[index] = packing
@@ -137,20 +141,26 @@ class Constants:
 class Program:
     """Compiled once for each graph and layer plan; shared by all calls. Holds constants, no activations.
 
-    Raises ValueError, naming the site, when the plan recomputes a buffer that has no recipe."""
+    ``mask_state``: where bitmask notes, on CUDA, what is not two-valued after all. Raises ValueError, naming the
+    site, when the plan recomputes a buffer that has no recipe."""
 
-    def __init__(self, graph: LayerGraph, plan: LayerPlan, context: Context, constants: Constants) -> None:
+    def __init__(
+        self, graph: LayerGraph, plan: LayerPlan, context: Context, constants: Constants,
+        mask_state: BitmaskState | None = None,
+    ) -> None:  # fmt: skip
         self.graph = graph
         self.plan = plan
         self.context = context
         self.constants = constants
+        self._mask_state = mask_state
         self.lossless = plan.lossless
         actions = dict(plan.actions)
         self._actions: dict[int, Action] = {b: actions.get(graph.buffers[b].site, Keep()) for b in graph.saved}
         dropped = [b for b, a in self._actions.items() if isinstance(a, Recompute)]
         self.stored = frozenset(b for b in self._actions if b not in set(dropped))
         groups = group_recipes(graph, self.stored, dropped)
-        self.replayers = tuple(Replayer(graph, group, context) for group in groups)
+        self._decoded = frozenset(b for b, a in self._actions.items() if isinstance(a, Compress))
+        self.replayers = tuple(Replayer(graph, group, context, self._decoded) for group in groups)
         self.group_of = {b: i for i, group in enumerate(groups) for b in group.targets}
         sources = {b for group in groups for b in group.sources}
         positions = {
@@ -181,9 +191,19 @@ class Program:
             case Recompute():
                 return DropEntry(pack, buffer, self.group_of[buffer.index])
             case Compress(codec, options):
-                return EncodeEntry(pack, buffer, codecs.get(codec, **dict(options)), is_source)
+                state = self._mask_state if codec == "bitmask" else None
+                return EncodeEntry(pack, buffer, codecs.get(codec, **dict(options)), is_source, state)
             case _:
                 return KeepEntry(pack, buffer, is_source)
+
+    def warm_up(self) -> None:
+        """Compile what the codecs of the plan need, so that nothing compiles later."""
+        encoding = [e for e in self.entries if isinstance(e, EncodeEntry)]
+        kinds = {(e.codec, e.buffer.base.size, e.buffer.base.dtype): e.state for e in encoding}
+        for (codec, size, dtype), state in kinds.items():
+            small = torch.Size(size).numel() <= SMALL_SAMPLE  # which a codec may do without compiling
+            shape = size if small or codec.channel_axis is not None else None
+            codec.warm_up(torch_dtype(dtype), self.context.device, state, shape)
 
     def bind_weights(self, module: nn.Module) -> dict[int, Tensor]:
         """Parameters, module buffers and constants as they are now, by buffer: some move between forwards."""
@@ -218,6 +238,6 @@ class Program:
         """What rebuilds one buffer when those of ``live`` are there."""
         found = self._again.get((buffer, live))
         if found is None:
-            found = Replayer(self.graph, self._slice(buffer, self.stored | live), self.context)
+            found = Replayer(self.graph, self._slice(buffer, self.stored | live), self.context, self._decoded)
             self._again[buffer, live] = found
         return found

@@ -95,11 +95,11 @@ class Packing:
         stash.owned.append(weakref.ref(self))
 
     def base(self) -> Tensor:
-        """The buffer."""
-        return self.codec.decode(self.packed) if self.decoded is None else self.decoded
+        """The buffer, decoded for the caller alone, who may write over it."""
+        return self.codec.decode(self.packed)
 
     def ask(self, entry: int) -> Tensor:
-        base = self.base()
+        base = self.base() if self.decoded is None else self.decoded
         if self.decoded is None:
             self.waiting = set(self.readers)
         self.waiting.discard(entry)

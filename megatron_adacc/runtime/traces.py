@@ -12,6 +12,7 @@ MAX_TRACES calls it is no longer traced and its activations are kept as autograd
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph, Origin
 from megatron_adacc.graph.prove import Varying, differences, prove
 from megatron_adacc.graph.replay import Context
@@ -27,6 +29,7 @@ from megatron_adacc.graph.tracer import Traced
 from megatron_adacc.graph.verify import Evidence, verify
 from megatron_adacc.planner import LayerPlan
 from megatron_adacc.runtime.agree import agreement
+from megatron_adacc.runtime.mask_check import MaskCheck
 from megatron_adacc.runtime.policy import Policy
 from megatron_adacc.runtime.program import Constants, Program
 
@@ -74,11 +77,14 @@ def constants_of(traced: Traced) -> Constants:
 
 
 class TraceCache:
-    """Traces of one layer class. ``capacity`` keys are remembered; of more, the one unused longest goes."""
+    """Traces of one layer class. ``capacity`` keys are remembered; of more, the one unused longest goes.
+    ``layers``: the places of the layers of this class."""
 
-    def __init__(self, policy: Policy, capacity: int) -> None:
+    def __init__(self, policy: Policy, capacity: int, layers: tuple[int, ...]) -> None:
         self._policy = policy
         self._capacity = capacity
+        self._layers = layers
+        self._mask_checks: dict[torch.device, MaskCheck] = {}
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
         self.count = 0  # forwards traced so far
 
@@ -105,14 +111,44 @@ class TraceCache:
             return known
         assert trace.settled is not None
         assert trace.evidence is not None
-        plan = self._policy.layer_plan(trace.settled.graph, trace.evidence, layer)
+        plan = self._policy.layer_plan(trace.settled.graph, trace.evidence, layer, True)
         found = trace.programs.get(plan)
         if found is None:
-            context = context_of(trace.settled)
-            found = Program(trace.settled.graph, plan, context, trace.constants)
+            found = self._compile(trace.settled, plan)
             trace.programs[plan] = found
         trace.by_layer[layer] = found
         return found
+
+    def _compile(self, traced: Traced, plan: LayerPlan) -> Program:
+        context = context_of(traced)
+        state = None
+        if context.device.type == "cuda":
+            if context.device not in self._mask_checks:
+                self._mask_checks[context.device] = MaskCheck(context.device)
+            state = self._mask_checks[context.device].state
+        return Program(traced.graph, plan, context, constants_of(traced), state)
+
+    def begin(self, layer: int) -> None:
+        """A forward of the layer at this place: the first of the class looks once a step after what was stored as
+        bits. Raises NotTwoValuedError."""
+        if self._mask_checks and layer == self._layers[0]:
+            for check in self._mask_checks.values():
+                check.poll()
+
+    def close(self) -> None:
+        """Look a last time. Raises NotTwoValuedError."""
+        for check in self._mask_checks.values():
+            check.close()
+
+    def _warm_up(self, trace: Trace) -> None:
+        """Compile for all layers of the class now, so that nothing compiles in the steps to come."""
+        programs = set()
+        for place in self._layers:
+            # A layer that never comes with this key need not have a plan for its graph.
+            with contextlib.suppress(UserError):
+                programs.add(self.program(trace, place))
+        for program in programs:
+            program.warm_up()
 
     def learn(
         self, trace: Trace, traced: Traced, layer: int, module: nn.Module, saved: Mapping[int, Tensor],
@@ -140,11 +176,12 @@ class TraceCache:
         devices = [context.device] if context.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             evidence = verify(traced.graph, saved, bases, context, module, agreement(traced))
-        plan = self._policy.layer_plan(traced.graph, evidence, layer)
-        program = Program(traced.graph, plan, context, constants)
+        plan = self._policy.layer_plan(traced.graph, evidence, layer, settled)
+        program = self._compile(traced, plan)
         if settled:
             trace.settled, trace.evidence, trace.last = traced, evidence, None
             trace.programs, trace.by_layer = {plan: program}, {}
+            self._warm_up(trace)
             for buffer, external in traced.externals.items():
                 if buffer not in constants.tensors:
                     external.weaken()
