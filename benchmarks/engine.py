@@ -1,6 +1,7 @@
 """Step time and memory of the engine, side by side with the plain run and with torch.utils.checkpoint.
 
     python benchmarks/engine.py [--rounds 15] [--layers 2] [--hidden 512] [--sequence 512] [--batch 4]
+    python benchmarks/engine.py --errors        the gradient errors of compress and quantize by parameter, no times
 
 A two-layer GPT stack, fp32, unfused attention, dropout 0.1, one thread. The variants take turns in one process, so
 that a slower minute of the machine slows all of them.
@@ -146,12 +147,27 @@ def largest_error(gradients: list[Tensor | None], exact: list[Tensor | None]) ->
     return max(errors)
 
 
+def error_rows(variants: list[Variant], x: Tensor) -> list[str]:
+    """A table of the relative gradient errors by parameter, as handle.gradient_errors() measures them."""
+    lossy = [v for v in variants if v.name in ("compress", "quantize")]
+    errors = []
+    for variant in lossy:
+        assert variant.handle is not None
+        torch.manual_seed(0)
+        errors.append(variant.handle.gradient_errors(lambda v=variant: v.forward(x).square().mean()))  # type: ignore[misc]
+    rows = [f"| parameter | {' | '.join(v.name for v in lossy)} |", "|---" * (1 + len(lossy)) + "|"]
+    for name in errors[0]:
+        rows.append(f"| {name} | {' | '.join(f'{e[name]:.3f}' for e in errors)} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
         ("rounds", 15), ("layers", 2), ("hidden", 512), ("heads", 8), ("sequence", 512), ("batch", 4),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--errors", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     out = sys.stdout
@@ -160,6 +176,9 @@ def main() -> None:
     out.write(f"{os.cpu_count()} cores, load {load:.1f} before")
     variants = build(options)
     x = torch.randn(options.batch, options.sequence, options.hidden, requires_grad=True)
+    if options.errors:
+        out.write("\n\n" + "\n".join(error_rows(variants, x)) + "\n")
+        return
     first = {v.name: v.step(x)[0] for v in variants}
     for variant in variants:
         variant.step(x)
