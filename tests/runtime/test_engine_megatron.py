@@ -176,3 +176,12 @@ print("compiled")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "compiled", done.stderr[-2000:]
+
+
+def test_the_flag_attaches_the_papers_direct_quantization() -> None:
+    from megatron_adacc.megatron import strategies
+    from megatron_adacc.runtime.policy import QuantizeAll, policy_for
+
+    strategy = strategies.get("quantize")
+    assert strategy.name in strategies.STRATEGIES
+    assert policy_for(strategy.plan, 1024) == QuantizeAll(1024)
