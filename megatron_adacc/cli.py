@@ -15,7 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "megatron_adacc.megatron.prepare_data",
         "train a tokenizer and write a Megatron data set from text files",
     ),
-    "kernels": ("megatron_adacc.kernel_tool", "compile the Triton kernels offline, or time them on a GPU"),
+    "kernels": ("megatron_adacc.kernels.tool", "compile the Triton kernels offline, or time them on a GPU"),
     "trace": ("megatron_adacc.megatron.trace_command", "show what one layer of a model keeps for its backward pass"),
     "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
 }

@@ -104,13 +104,13 @@ def prepare(data: Path, console: Console) -> int:
 def table(rows: list[dict]) -> Table:
     """The comparison, with time and memory as ratios to the first row."""
     result = Table(title="GPT of 10 M parameters, 4 x 256 tokens a step; ratios to off")
-    for name in ("plan", "step ms", "", "held MiB", "", "peak MiB", "", "final loss"):
-        result.add_column(name, justify="left" if name == "plan" else "right")
+    for name in ("plan", "step ms", "held MiB", "peak MiB", "final loss"):
+        result.add_column(name, justify="left" if name == "plan" else "right", no_wrap=True)
     first = rows[0]
     for row in rows:
         cells = [row["strategy"]]
-        for key, scale in (("step_ms_median", 1.0), ("held_bytes", MIB), ("peak_bytes", MIB)):
-            cells += [f"{row[key] / scale:.1f}", f"{row[key] / first[key]:.2f} x"]
+        for key, scale in (("step_ms_median", 1), ("held_bytes", MIB), ("peak_bytes", MIB)):
+            cells.append(f"{row[key] / scale:.0f} ({row[key] / first[key]:.2f} x)")
         result.add_row(*cells, f"{row['final_lm_loss']:.6f}")
     return result
 

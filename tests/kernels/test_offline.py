@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from megatron_adacc import cli
-from megatron_adacc.kernel_tool import TARGETS, parse_targets
 from megatron_adacc.kernels import load
+from megatron_adacc.kernels.tool import TARGETS, parse_targets
 
 
 def test_every_kernel_compiles_for_every_target(capsys, monkeypatch) -> None:
@@ -59,7 +59,7 @@ def test_both_kinds_of_kernels_live_side_by_side() -> None:
 
 def test_importing_kernels_imports_no_triton() -> None:
     code = (
-        "import sys; from megatron_adacc import codecs, kernels, kernel_tool; codecs.get('group_int4');"
+        "import sys; from megatron_adacc import codecs, kernels; from megatron_adacc.kernels import tool; codecs.get('group_int4');"
         "sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
