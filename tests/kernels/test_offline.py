@@ -59,7 +59,8 @@ def test_both_kinds_of_kernels_live_side_by_side() -> None:
 
 def test_importing_kernels_imports_no_triton() -> None:
     code = (
-        "import sys; from megatron_adacc import codecs, kernels; from megatron_adacc.kernels import tool; codecs.get('group_int4');"
+        "import sys; from megatron_adacc import codecs, kernels; from megatron_adacc.kernels import tool;"
+        "codecs.get('group_int4');"
         "sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
