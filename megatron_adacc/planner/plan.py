@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_adacc.atomic import write_text
 from megatron_adacc.errors import UserError
 
 FORMAT = 1
@@ -163,7 +164,8 @@ class Plan:
             ) from error
 
     def save(self, path: Path | str) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        """Write the plan to a file, whole or not at all. Raises OSError where it cannot be written."""
+        write_text(path, self.to_json() + "\n")
 
     @staticmethod
     def load(path: Path | str) -> Plan:
