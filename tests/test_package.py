@@ -234,8 +234,8 @@ ARROWS: dict[str, set[str]] = {
     "patches": set(),
     "codecs": {"kernels"},  # two halves of one thing: a codec loads its kernel by name, and the
     "kernels": {"codecs"},  # kernel's launcher knows the codec's parameters
-    "cost": {"graph", "codecs"},
-    "runtime": {"graph", "codecs", "planner"},
+    "cost": {"graph", "codecs", "planner"},
+    "runtime": {"graph", "codecs", "planner", "cost"},
     "adaptive": {"runtime", "planner"},
     "megatron": {"graph", "cost", "planner", "codecs", "runtime", "adaptive", "devices", "patches", "kernels"},
 }
