@@ -220,6 +220,21 @@ class _Step:
 
 
 @dataclass(frozen=True)
+class StorageStep:
+    """What one replay step does to storages, by buffer: ``loads`` are read; ``copies`` get a copy of their own;
+    ``fresh`` get new memory before the call; the storage of a ``moves`` pair's first is then the second's;
+    ``outputs`` get new memory, or that of ``over``; ``frees`` are let go of."""
+
+    loads: tuple[int, ...]
+    copies: tuple[int, ...]
+    fresh: tuple[int, ...]
+    moves: tuple[tuple[int, int], ...]
+    outputs: tuple[int, ...]
+    over: int | None
+    frees: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Context:
     """What a recorded argument means in this process: live objects, the device, the autocast state."""
 
@@ -253,6 +268,7 @@ class Replayer:
         self.group = group
         untouched = frozenset(group.sources) - private
         self._steps = [_Step(graph, step, untouched, context) for step in group.steps]
+        self._ops = [graph.ops[s.op] for s in group.steps]
         self._writes = [frozenset(graph.ops[s.op].writes) for s in group.steps]
         # An opaque submodule runs as Python code of its own, under the autocast state of the trace.
         self._segments = [
@@ -262,12 +278,32 @@ class Replayer:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def run(self, env: dict[int, Tensor], module: nn.Module) -> dict[int, Tensor]:
-        """Rebuild all targets from ``env``, which must hold the sources and is consumed."""
+    def storage_steps(self) -> tuple[StorageStep, ...]:
+        """What the steps allocate and free, for an account of the memory that a run needs."""
+        return tuple(
+            StorageStep(
+                loads=op.reads,
+                copies=step.copies,
+                fresh=tuple(before for before, _ in step.overwrites),
+                moves=step.mutates,
+                outputs=tuple(o for o in step.outputs if o is not None),
+                over=None if step.out is None else step.out.buffer,
+                frees=step.frees,
+            )
+            for step, op in zip(self._steps, self._ops, strict=True)
+        )
+
+    def run(
+        self, env: dict[int, Tensor], module: nn.Module, after_step: Callable[[], None] | None = None
+    ) -> dict[int, Tensor]:
+        """Rebuild all targets from ``env``, which must hold the sources and is consumed. ``after_step`` is called
+        after each step and what it freed: a clock."""
         for plain, steps in self._segments:
             with quiet() if plain else torch.no_grad():
                 for step in steps:
                     step.run(env, module)
+                    if after_step is not None:
+                        after_step()
         return {b: env[b] for b in self.group.targets}
 
     def stepwise(self, env: dict[int, Tensor], module: nn.Module) -> Iterator[frozenset[int]]:
