@@ -8,7 +8,7 @@ codecs, or to hold nothing; for an op o, whether it runs again in the backward p
     (1) avail_b >= 1 for each saved b;  k_b + sum_q c_bq <= 1, and = 1 where b must be held, = 0 where it cannot be
     (2) x_o <= avail_a for each a that o reads
     (3) x_o = 0 for an op that may not be replayed
-    (4) fixed + sum over layers of in_flight * held_layer <= limit
+    (4) fixed + transient + sum over layers of in_flight * held_layer <= limit
     (5) sum of err_bq c_bq over all layers <= error budget
     minimise  sum over layers ( sum_o us_o x_o + sum_bq us_bq c_bq + sum_bq again_us_bq c_bq [an op that reads b runs] )
 
@@ -61,21 +61,25 @@ class OpItem:
 
 @dataclass(frozen=True)
 class LayerClass:
-    """``count`` layers with equal graphs; of each, ``in_flight`` micro-batches are held at the peak."""
+    """``count`` layers with equal graphs, one after another; of each, ``in_flight`` micro-batches are held at the
+    peak. Classes stand in the order of execution; those of one ``chunk`` (a virtual pipeline stage) run in one go."""
 
     name: str
     buffers: tuple[BufferItem, ...]
     ops: tuple[OpItem, ...]
     count: int = 1
     in_flight: int = 1
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One pipeline stage. ``fixed_bytes``: what no plan changes, parameters and the like, and the transient
-    bytes of a step where they are given as a constant. ``error_budget``: None for no bound."""
+    """One pipeline stage. ``fixed_bytes``: what no plan changes, parameters and the like. ``transient_bytes``: what
+    is alive beside all held activations at the end of the forward pass (the loss head's). ``error_budget``: None
+    for no bound."""
 
     classes: tuple[LayerClass, ...]
     limit_bytes: int
     fixed_bytes: int = 0
     error_budget: float | None = None
+    transient_bytes: int = 0

@@ -1,0 +1,84 @@
+"""Solve times of the planner for a GPT layer.
+
+    python benchmarks/planner_solve.py [--repeats 5]
+
+The layer has the shape of Megatron's unfused GPT layer (33 ops; hidden size 1024, 16 heads, sequence 1024,
+micro-batch 8, two bytes an element). Its costs are a roofline's: 100 TFLOP/s and 800 GB/s, no measurement. For 24, 48
+and 96 layers, without and with lossy codecs under an error budget, at five limits between the least memory and all
+kept: seconds of a solve, layer frontier included.
+"""
+
+from __future__ import annotations
+
+from megatron_adacc.planner.problem import BufferItem, CodecChoice, LayerClass, OpItem
+
+FLOPS_PER_US = 100e6
+BYTES_PER_US = 0.8e6
+LAUNCH_US = 4.0
+
+# The largest relative gradient errors of the layer with one buffer packed that were seen for codes of 8 and 4 bits,
+# scaled by how sensitive the buffer is; what matters here is that they differ.
+ERROR_INT8, ERROR_INT4 = 0.007, 0.11
+
+
+def gpt_layer(count: int = 1, lossy: bool = False, hidden: int = 1024, sequence: int = 1024, batch: int = 8,
+              heads: int = 16, in_flight: int = 1) -> LayerClass:  # fmt: skip
+    """Megatron's unfused GPT layer as ops and buffers; bytes of two-byte elements, masks of one byte."""
+    tokens = batch * sequence
+    act, scores, stat = tokens * hidden, batch * heads * sequence * sequence, tokens
+    buffers: list[BufferItem] = []
+    ops: list[OpItem] = []
+
+    def add(name: str, reads: tuple[str, ...], numel: int, saved: bool, flops: float = 0.0, width: int = 2,
+            sensitivity: float = 0.0, mask: bool = False, extra: tuple[str, ...] = ()) -> None:  # fmt: skip
+        traffic = numel * width * (1 + len(reads))
+        us = LAUNCH_US + max(flops / FLOPS_PER_US, traffic / BYTES_PER_US)
+        nbytes = numel * width
+        codecs: list[CodecChoice] = []
+        if mask:
+            codecs.append(CodecChoice("bitmask", numel // 8 + 16, round(2.5 * nbytes / BYTES_PER_US, 2), 0.0,
+                                      round(1.2 * nbytes / BYTES_PER_US, 2)))  # fmt: skip
+        elif lossy and sensitivity:
+            for codec, share, factor, error in (("int8", 0.53, 2.2, ERROR_INT8), ("int4", 0.28, 2.6, ERROR_INT4)):
+                codecs.append(CodecChoice(codec, int(nbytes * share) + 64, round(factor * nbytes / BYTES_PER_US, 2),
+                                          round(error * sensitivity, 6), round(nbytes / BYTES_PER_US, 2)))  # fmt: skip
+        buffers.append(BufferItem(name, nbytes, saved, tuple(codecs), storable=saved))
+        for site in extra:  # the mean and the reciprocal deviation of a norm
+            buffers.append(BufferItem(site, stat * 4, True))
+        ops.append(OpItem(name, round(us, 2), reads, (name, *extra), replayable=not mask))
+
+    buffers.append(BufferItem("input", act * 2, True, must_hold=True))
+    add("norm1", ("input",), act, True, sensitivity=0.7, extra=("norm1.mean", "norm1.rstd"))
+    add("qkv_mm", ("norm1",), 3 * act, False, 6 * act * hidden)
+    add("qkv", ("qkv_mm",), 3 * act, True, sensitivity=1.0)
+    add("scores", ("qkv",), scores, False, 2 * scores * hidden / heads)
+    add("scaled", ("scores",), scores, False)
+    add("masked", ("scaled",), scores, False)
+    add("softmax", ("masked",), scores, True, sensitivity=0.3)
+    add("probs_mask", (), scores, True, width=1, mask=True)
+    add("probs_masked", ("softmax", "probs_mask"), scores, False)
+    add("probs", ("probs_masked",), scores, True, sensitivity=0.35)
+    add("context_bmm", ("probs", "qkv"), act, False, 2 * scores * hidden / heads)
+    add("context", ("context_bmm",), act, True, sensitivity=0.8)
+    add("projection", ("context",), act, False, 2 * act * hidden)
+    add("projection_bias", ("projection",), act, False)
+    add("attn_mask", (), act, True, width=1, mask=True)
+    add("attn_masked", ("projection_bias", "attn_mask"), act, False)
+    add("attn_scaled", ("attn_masked",), act, False)
+    add("residual1", ("input", "attn_scaled"), act, True, sensitivity=1.3)
+    add("norm2", ("residual1",), act, True, sensitivity=0.6, extra=("norm2.mean", "norm2.rstd"))
+    add("fc1", ("norm2",), 4 * act, False, 8 * act * hidden)
+    add("fc1_bias", ("fc1",), 4 * act, True, sensitivity=0.9)
+    add("gelu_cube", ("fc1_bias",), 4 * act, True, sensitivity=0.2)
+    add("gelu_inner", ("fc1_bias", "gelu_cube"), 4 * act, False)
+    add("gelu_tanh", ("gelu_inner",), 4 * act, True, sensitivity=0.25)
+    add("gelu_outer", ("gelu_tanh",), 4 * act, True, sensitivity=0.22)
+    add("gelu_half", ("fc1_bias",), 4 * act, True, sensitivity=0.5)
+    add("gelu", ("gelu_half", "gelu_outer"), 4 * act, True, sensitivity=0.85)
+    add("fc2", ("gelu",), act, False, 8 * act * hidden)
+    add("fc2_bias", ("fc2",), act, False)
+    add("mlp_mask", (), act, True, width=1, mask=True)
+    add("mlp_masked", ("fc2_bias", "mlp_mask"), act, False)
+    add("mlp_scaled", ("mlp_masked",), act, False)
+    add("output", ("residual1", "mlp_scaled"), act, False)
+    return LayerClass("gpt", tuple(buffers), tuple(ops), count, in_flight)
