@@ -1,0 +1,231 @@
+"""Prices measured on the device at hand, under the conditions of the training itself.
+
+Ops are not timed one by one on made-up tensors but where they will run: in the replay of everything that has a
+proven recipe, step after step, with the same results written over dead operands, the same frees and the same
+allocator. A price is the median over rounds of the time from one step's end to the next one's; the first round
+warms up.
+
+    CUDA   events recorded between the steps, read after one synchronisation: the device's time
+    CPU    the wall clock; where other processes hold the cores and one thread computes, its CPU time, which is what
+           the wall clock would show on a quiet machine
+
+A first touch of memory costs about as much as the arithmetic of a pointwise op on a CPU: the kernel zeroes each
+page. Codecs are therefore timed with the frees and allocations of a training step between them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_adacc.codecs import Codec
+from megatron_adacc.codecs.bitmask import Bitmask, BitmaskState
+from megatron_adacc.cost.prices import CodecPrice
+from megatron_adacc.graph.model import LayerGraph
+from megatron_adacc.graph.recipes import Group, group_recipes
+from megatron_adacc.graph.replay import Context, Replayer
+from megatron_adacc.graph.storages import flatten_tensors
+from megatron_adacc.graph.verify import Evidence, gather
+
+LEAST_ROUNDS = 3
+MOST_ROUNDS = 15
+CODEC_SAMPLE_ELEMENTS = 2**23  # a larger tensor is timed by a part of it: codecs are linear in its size
+BUSY = 1.05  # wall time by CPU time beyond which the cores are taken for shared with others
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one traced forward left behind: the arguments of :func:`megatron_adacc.graph.verify.verify`.
+
+    ``saved`` holds, by buffer, the base tensors of saved activations, ``sources`` those of parameters, inputs
+    and constants."""
+
+    graph: LayerGraph
+    evidence: Evidence
+    saved: Mapping[int, Tensor]
+    sources: Mapping[int, Tensor]
+    context: Context
+    module: nn.Module
+
+
+class Clock(Protocol):
+    """Notes moments; gives the microseconds between them afterwards."""
+
+    def mark(self) -> None: ...
+
+    def intervals_us(self) -> list[float]: ...
+
+
+class CpuClock:
+    """Wall and CPU time of this process. ``threads``: how many compute."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._marks: list[tuple[float, float]] = []
+
+    def mark(self) -> None:
+        self._marks.append((time.perf_counter(), time.process_time()))
+
+    def intervals_us(self) -> list[float]:
+        first, last = self._marks[0], self._marks[-1]
+        busy = last[0] - first[0] > BUSY * (last[1] - first[1])
+        # CPU time of several threads is their sum and says nothing about how long the step took.
+        kind = 1 if self._threads == 1 and busy else 0
+        return [1e6 * (b[kind] - a[kind]) for a, b in itertools.pairwise(self._marks)]
+
+
+class CudaClock:
+    """Events on the current stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+    def intervals_us(self) -> list[float]:
+        self._events[-1].synchronize()
+        return [1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(self._events)]
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock(torch.get_num_threads())
+
+
+def replayed_groups(graph: LayerGraph, evidence: Evidence) -> tuple[Group, ...]:
+    """The recipes of everything that was verified: they run every op that some plan can run."""
+    stored = set(graph.saved) - evidence.verified
+    return group_recipes(graph, stored, sorted(evidence.verified))
+
+
+def rounds_us(run: Callable[[Clock], None], device: torch.device, budget_seconds: float, fixed: bool) -> list[float]:
+    """Medians over rounds of the intervals between the marks that ``run`` sets, after one round to warm up.
+
+    At least three rounds; more while the budget lasts, unless ``fixed``: ranks that replay collectives together
+    must do equally many."""
+    start = time.perf_counter()
+    run(clock_for(device))
+    rounds: list[list[float]] = []
+    while len(rounds) < LEAST_ROUNDS or (not fixed and len(rounds) < MOST_ROUNDS):
+        began = time.perf_counter()
+        clock = clock_for(device)
+        run(clock)
+        rounds.append(clock.intervals_us())
+        now = time.perf_counter()
+        if len(rounds) >= LEAST_ROUNDS and now + (now - began) - start > budget_seconds:
+            break
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+
+
+def time_ops(sample: Sample, budget_seconds: float = 1.0) -> dict[int, float]:
+    """Microseconds of every op that some recipe of the graph runs, by op. Other ops are never replayed.
+
+    All ranks that share the graph's collectives must call this together."""
+    graph, context = sample.graph, sample.context
+    found: dict[int, float] = {}
+    groups = replayed_groups(graph, sample.evidence)
+    # An opaque submodule may draw random numbers unseen; the training's own must stay as they are.
+    devices = [context.device] if context.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        for group in groups:
+            # A plan stores masks as bits: replay may write over what it decoded.
+            private = sample.evidence.two_valued & frozenset(group.sources)
+            run = partial(_replay, sample, Replayer(graph, group, context, private), private)
+            fixed = any(graph.ops[step.op].collective for step in group.steps)
+            medians = rounds_us(run, context.device, budget_seconds / len(groups), fixed)
+            found |= {step.op: us for step, us in zip(group.steps, medians, strict=True)}
+    return found
+
+
+def _replay(sample: Sample, replayer: Replayer, private: frozenset[int], clock: Clock) -> None:
+    env = gather(sample.graph, replayer.group.sources, sample.saved, sample.sources, sample.context)
+    env |= {b: env[b].clone() for b in private}
+    clock.mark()
+    replayer.run(env, sample.module, clock.mark)
+
+
+def time_codec(
+    codec: Codec, size: Sequence[int], dtype: torch.dtype, device: torch.device, budget_seconds: float = 0.25,
+    content: Tensor | None = None,
+) -> CodecPrice:  # fmt: skip
+    """What the codec takes for a contiguous tensor of this size and dtype, compiled beforehand if it compiles.
+
+    ``content``: a tensor of the training to encode; without it, normal numbers, or two values for bitmask. What is
+    larger than 2**23 elements is timed by a part of it and scaled."""
+    timed = _part(tuple(size), codec.channel_axis)
+    scale = math.prod(size) / max(1, math.prod(timed))
+    state = BitmaskState.on(device) if isinstance(codec, Bitmask) and device.type == "cuda" else None
+    codec.warm_up(dtype, device, state, timed)
+    if content is None:
+        content = _made_up(codec, timed, dtype, device)
+    elif timed != tuple(size):
+        content = content.reshape(tuple(size))[tuple(slice(n) for n in timed)].contiguous()
+    encode_us, decode_us = rounds_us(partial(_transcode, codec, content, state), device, budget_seconds, False)
+    return CodecPrice(encode_us * scale, decode_us * scale)
+
+
+def _transcode(codec: Codec, content: Tensor, state: BitmaskState | None, clock: Clock) -> None:
+    clock.mark()
+    packed = codec.encode(content, state)
+    clock.mark()
+    decoded = codec.decode(packed)
+    del decoded, packed  # the frees are part of the price: what is given back must be taken again
+    clock.mark()
+
+
+def _part(size: tuple[int, ...], channel_axis: int | None) -> tuple[int, ...]:
+    """The size, its longest dimension but that of the channels cut to the elements of a sample."""
+    numel = math.prod(size)
+    if numel <= CODEC_SAMPLE_ELEMENTS:
+        return size
+    channels = None if channel_axis is None else channel_axis % len(size)
+    others = [i for i in range(len(size)) if i != channels]
+    if not others:
+        return size
+    longest = max(others, key=lambda i: size[i])
+    kept = max(1, size[longest] * CODEC_SAMPLE_ELEMENTS // numel)
+    return tuple(kept if i == longest else n for i, n in enumerate(size))
+
+
+def _made_up(codec: Codec, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    normal = torch.randn(size, device=device, generator=generator)
+    return (normal > 0 if isinstance(codec, Bitmask) else normal).to(dtype)
+
+
+def time_step(
+    forward: Callable[[], object], wanted: Sequence[Tensor], device: torch.device, budget_seconds: float = 1.0,
+    fixed: bool = False,
+) -> float:  # fmt: skip
+    """Microseconds of a plain forward and backward.
+
+    Args:
+        forward: runs the layer on its arguments. What it draws from generators of its own, and what it changes
+            besides, is the caller's to put back; torch's own generators are put back here.
+        wanted: the inputs and parameters whose gradients the backward computes; no .grad is changed.
+        fixed: do equally many rounds on all ranks, because the layer has collectives.
+    """
+
+    def run(clock: Clock) -> None:
+        clock.mark()
+        with torch.enable_grad():
+            outputs = [t for _, t in flatten_tensors(forward(), "") if t.requires_grad]
+        torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
+        del outputs
+        clock.mark()
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        (us,) = rounds_us(run, device, budget_seconds, fixed)
+    return us
