@@ -17,11 +17,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "kernels": ("megatron_adacc.kernels.tool", "compile the Triton kernels offline, or time them on a GPU"),
     "trace": ("megatron_adacc.megatron.trace_command", "show what one layer of a model keeps for its backward pass"),
+    "memory": (
+        "megatron_adacc.megatron.memory_command",
+        "say what parameters, gradients and optimizer state need on each rank",
+    ),
     "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
 }
 
 # Commands whose arguments are somebody else's flags: all that follows the name is handed on unread.
-HANDS_ON = {"run", "trace"}
+HANDS_ON = {"memory", "run", "trace"}
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

@@ -22,7 +22,9 @@ def _sentence(error: Exception) -> str:
     return f"Megatron refuses these arguments: {words} ({place}, line {frame.lineno})"
 
 
-def _make(original: Callable) -> Callable:
+def with_sentences(original: Callable) -> Callable:
+    """`original`, whose refusals are UserErrors."""
+
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -37,7 +39,7 @@ def _make(original: Callable) -> Callable:
 
 def _make_validated(check: Callable[[Namespace], None]) -> Callable[[Callable], Callable]:
     def make(original: Callable) -> Callable:
-        checked = _make(original)
+        checked = with_sentences(original)
 
         @functools.wraps(original)
         def parse_and_validate_args(*args: Any, **kwargs: Any) -> Namespace:
@@ -66,7 +68,7 @@ def patches(check: Callable[[Namespace], None]) -> list[Patch]:
             symbol="gpt_config_from_args",
             parameters=("args", "config", "model_config_cls"),
             checked_with=("0.19.2",),
-            make=_make,
+            make=with_sentences,
             why="argument errors are sentences",
         ),
     ]

@@ -48,13 +48,13 @@ class Schedule:
         group = self.group
         if not self.stages <= group <= self.micro_batches:
             raise UserError(
-                f"An interleaved schedule takes from {self.stages} (the pipeline's stages) to {self.micro_batches} (the "
-                f"micro-batches of a step) micro-batches at once through a chunk, but {group} is given."
+                f"An interleaved schedule takes from {self.stages} (the pipeline's stages) to {self.micro_batches} "
+                f"(the micro-batches of a step) micro-batches at once through a chunk, but {group} is given."
             )
         if 0 < (rest := self.micro_batches % group) < self.stages:
             raise UserError(
-                f"{self.micro_batches} micro-batches in groups of {group} leave a last group of {rest}, which must have "
-                f"at least as many as the pipeline has stages, {self.stages}."
+                f"{self.micro_batches} micro-batches in groups of {group} leave a last group of {rest}, which must "
+                f"have at least as many as the pipeline has stages, {self.stages}."
             )
 
     @property

@@ -1,0 +1,224 @@
+"""Bytes that a rank holds through the whole training: parameters, gradients and the optimizer's state.
+
+As Megatron 0.19 lays them out. The optimizer's state is counted from the start, although the first step makes it.
+
+    bytes a parameter      fp32   fp16   fp16, gradients in fp32   bf16
+    parameter                 4      2                         2      2
+    gradient                  4      2                         4      4
+    fp32 master copy          0      4                         4      4
+    Adam's two moments        8      8                         8      8
+    in all                   16     16                        18     18
+
+(arXiv 1910.02054, section 3.1, has the 16 of fp16 mixed precision with Adam.) Gradients lie in one buffer that DDP
+makes. What is divided among the n data-parallel ranks, by ZeRO's stages in the sense of that paper:
+
+    0   nothing
+    1   master copy and moments: Megatron's distributed optimizer. Parameters and gradients lie in buffers whose
+        tensors start at multiples of 64 elements and whose buckets end at a multiple of lcm(n, 128); rank r owns the
+        r-th part of every bucket
+    2   gradients too        3   parameters too: fully sharded; each tensor is divided and rounded up
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megatron_adacc.cost.gpt_parameters import Tensor
+from megatron_adacc.errors import UserError
+
+PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
+OPTIMIZERS = {"adam": 2, "sgd": 1}  # fp32 values that a step keeps for each parameter
+
+_TENSOR_START = 64
+_BUCKET_END = 128
+_BUCKET_END_FOR_BANDWIDTH = 2**16
+
+
+@dataclass(frozen=True)
+class Training:
+    """How parameters are trained.
+
+    ``gradient_bytes``: 2 or 4 bytes an element of the gradient buffer; None is Megatron's default, 2 for fp16 and 4
+    otherwise. ``momentum``: whether SGD keeps one. ``zero``: the stage, see above. ``data_parallel``: the ranks that
+    share it, Megatron's data-parallel times context-parallel ranks. ``counters``: torch's Adam counts steps in a
+    4-byte tensor a parameter, on the host; apex's and Transformer Engine's do not.
+
+    Raises UserError for what is not known or does not fit together."""
+
+    precision: str
+    optimizer: str = "adam"
+    gradient_bytes: int | None = None
+    momentum: bool = True
+    zero: int = 0
+    data_parallel: int = 1
+    counters: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise UserError(f"The {name} is {getattr(self, name)!r}, but the known ones are {', '.join(known)}.")
+        if self.data_parallel < 1:
+            raise UserError(f"{self.data_parallel} data-parallel ranks are given, but there is at least one.")
+        if self.zero not in range(4):
+            raise UserError(f"The ZeRO stage is {self.zero}, but the stages are 0, 1, 2 and 3.")
+        if self.gradient_bytes not in (None, self.parameter_bytes, 4):
+            raise UserError(f"Gradients of {self.precision} parameters have {self.parameter_bytes} or 4 bytes.")
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes an element of a parameter."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes an element of the gradient buffer."""
+        if self.gradient_bytes is not None:
+            return self.gradient_bytes
+        return 2 if self.precision == "fp16" else 4
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the fp32 copy of a parameter, 0 where the parameter is its own."""
+        return 4 if self.parameter_bytes < 4 else 0
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's moments of a parameter."""
+        return 4 * OPTIMIZERS[self.optimizer] if self.optimizer == "adam" or self.momentum else 0
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How DDP cuts a chunk's gradient buffer: ``elements`` a bucket at least, None for one bucket (without
+    --overlap-grad-reduce, and on all stages and chunks but the first). ``for_bandwidth``: Megatron's
+    --ddp-pad-buckets-for-high-nccl-busbw."""
+
+    elements: int | None = None
+    for_bandwidth: bool = False
+
+
+@dataclass(frozen=True)
+class StaticBytes:
+    """Bytes of one rank by what they are. ``counters`` lie on the host where the model lies on a GPU."""
+
+    parameters: int = 0
+    gradients: int = 0
+    master: int = 0
+    moments: int = 0
+    counters: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them on the model's device."""
+        return self.parameters + self.gradients + self.master + self.moments
+
+    def __add__(self, other: StaticBytes) -> StaticBytes:
+        return StaticBytes(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+def of_elements(elements: int, training: Training) -> StaticBytes:
+    """Bytes of `elements` parameters, as if they were one tensor and nothing were padded.
+
+    Raises UserError for fewer than one parameter."""
+    if elements < 1:
+        raise UserError(f"{elements} parameters are given, but a model has at least one.")
+    share = -(-elements // training.data_parallel)
+    return StaticBytes(
+        parameters=(share if training.zero >= 3 else elements) * training.parameter_bytes,
+        gradients=(share if training.zero >= 2 else elements) * training.buffer_bytes,
+        master=(share if training.zero >= 1 else elements) * training.master_bytes,
+        moments=(share if training.zero >= 1 else elements) * training.moment_bytes,
+        counters=4 if training.counters else 0,
+    )
+
+
+def of_chunk(
+    chunk: Sequence[Tensor], training: Training, rank: int | None = None, buckets: Buckets | None = None
+) -> StaticBytes:
+    """Bytes of one chunk's parameters on data-parallel `rank`; None is the rank that holds most.
+
+    Raises UserError for a rank that does not exist."""
+    if rank is not None and not 0 <= rank < training.data_parallel:
+        raise UserError(f"Rank {rank} does not exist: there are {training.data_parallel} data-parallel ranks.")
+    if training.zero == 1:
+        return _distributed(chunk, training, rank, buckets or Buckets())
+    whole = sum(tensor.elements for tensor in chunk)
+    share = sum(-(-tensor.elements // training.data_parallel) for tensor in chunk)
+    return StaticBytes(
+        parameters=(share if training.zero == 3 else whole) * training.parameter_bytes,
+        gradients=(share if training.zero >= 2 else whole) * training.buffer_bytes,
+        master=(share if training.zero else whole) * training.master_bytes,
+        moments=(share if training.zero else whole) * training.moment_bytes,
+        counters=_counters(len(chunk), training),
+    )
+
+
+def _counters(num_tensors: int, training: Training) -> int:
+    return 4 * num_tensors if training.counters and training.optimizer == "adam" else 0
+
+
+def _distributed(chunk: Sequence[Tensor], training: Training, rank: int | None, buckets: Buckets) -> StaticBytes:
+    """ZeRO 1 as Megatron's distributed optimizer lays it out."""
+    starts, ends = _layout(chunk, training.data_parallel, buckets)
+    buffer = ends[-1][1] if ends else 0
+    owned = [_owned(chunk, starts, ends, training.data_parallel, which) for which in range(training.data_parallel)]
+    elements, pieces = max(owned) if rank is None else owned[rank]
+    return StaticBytes(
+        parameters=buffer * training.parameter_bytes,
+        gradients=buffer * training.buffer_bytes,
+        master=elements * training.master_bytes,
+        moments=elements * training.moment_bytes,
+        counters=_counters(pieces, training),
+    )
+
+
+def _layout(chunk: Sequence[Tensor], ranks: int, buckets: Buckets) -> tuple[list[int], list[tuple[int, int]]]:
+    """Where each tensor starts in the buffer, last tensor first, and where each bucket starts and ends."""
+    multiple = math.lcm(ranks, _BUCKET_END, _BUCKET_END_FOR_BANDWIDTH if buckets.for_bandwidth else 1)
+    starts: list[int] = []
+    ends: list[tuple[int, int]] = []
+    position = bucket_start = 0
+    empty = True
+    for tensor in reversed(chunk):
+        position = _rounded_up(position, _TENSOR_START)
+        if tensor.shared and not empty:
+            end = _rounded_up(position, multiple)
+            ends.append((bucket_start, end))
+            bucket_start = position = end
+        starts.append(position)
+        position += tensor.elements
+        empty = False
+        if tensor.shared or (buckets.elements is not None and position - bucket_start >= buckets.elements):
+            end = _rounded_up(position, multiple)
+            ends.append((bucket_start, end))
+            bucket_start = position = end
+            empty = True
+    if not empty:
+        ends.append((bucket_start, _rounded_up(position, multiple)))
+    return starts, ends
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _owned(
+    chunk: Sequence[Tensor], starts: list[int], ends: list[tuple[int, int]], ranks: int, rank: int
+) -> tuple[int, int]:
+    """Elements of parameters in the rank-th part of every bucket, and the tensors that they are pieces of."""
+    parts = []
+    for start, end in ends:
+        size = (end - start) // ranks
+        parts.append((start + rank * size, start + (rank + 1) * size))
+    elements = pieces = 0
+    part = 0
+    for start, tensor in zip(starts, reversed(chunk), strict=True):
+        while ends[part][1] <= start:
+            part += 1
+        common = min(parts[part][1], start + tensor.elements) - max(parts[part][0], start)
+        if common > 0:
+            elements += common
+            pieces += 1
+    return elements, pieces

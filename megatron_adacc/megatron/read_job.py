@@ -1,0 +1,215 @@
+"""From a job's flags, read by Megatron's own parser, to the plain data that the memory model works on."""
+
+import contextlib
+import io
+import math
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, padded_vocab_size
+from megatron_adacc.cost.in_flight import Schedule
+from megatron_adacc.cost.job import Job
+from megatron_adacc.cost.outer_activations import OuterShape
+from megatron_adacc.cost.static_memory import Buckets, Training
+from megatron_adacc.errors import UserError
+
+# What a job needs to be understood, and has no default in Megatron: small ones, where the flags do not say.
+_DEFAULTS = {"--micro-batch-size": "1", "--seq-length": "1024"}
+
+# attribute -> (flag, the values that the memory model knows)
+_KNOWN: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "num_experts": ("--num-experts", (None,)),
+    "multi_latent_attention": ("--multi-latent-attention", (False,)),
+    "mtp_num_layers": ("--mtp-num-layers", (None, 0)),
+    "hybrid_layer_pattern": ("--hybrid-layer-pattern", (None,)),
+    "heterogeneous_layers_config_path": ("--heterogeneous-layers-config-path", (None,)),
+    "use_precision_aware_optimizer": ("--use-precision-aware-optimizer", (False,)),
+    "optimizer_cpu_offload": ("--optimizer-cpu-offload", (False,)),
+    "optimizer": ("--optimizer", ("adam", "sgd")),
+    "fp8": ("--fp8-format", (None,)),
+    "fp4": ("--fp4-format", (None,)),
+}
+
+_STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def job_of_flags(program: str, flags: Sequence[str], world_size: int) -> Job:
+    """The job that `flags` describe on `world_size` ranks. Starts nothing; Megatron is imported.
+
+    Raises UserError in Megatron's words for what it refuses, and for kinds of model that are not counted."""
+    from megatron_adacc.megatron import launch
+
+    tokens = list(flags)
+    given = {token.split("=")[0] for token in tokens if token.startswith("--")}
+    for name, value in _DEFAULTS.items():
+        if name not in given:
+            tokens += [name, value]
+    if "--max-position-embeddings" not in given:
+        tokens += ["--max-position-embeddings", _value(tokens, "--seq-length")]
+    launch.prepare(program, tokens)
+    before = sys.argv, os.environ.get("WORLD_SIZE")
+    sys.argv, os.environ["WORLD_SIZE"] = [program, *tokens], str(world_size)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all of its arguments
+            return job_of_args(_validated())
+    finally:
+        sys.argv = before[0]
+        if before[1] is None:
+            del os.environ["WORLD_SIZE"]
+        else:
+            os.environ["WORLD_SIZE"] = before[1]
+
+
+def ranks_of_one_replica(flags: Sequence[str]) -> int:
+    """Ranks that one copy of the model is split over: tensor- times pipeline- times context-parallel."""
+    sizes = []
+    for name in ("tensor-model", "pipeline-model", "context"):
+        text = _value(flags, f"--{name}-parallel-size") or "1"
+        if not text.isdigit() or int(text) == 0:
+            raise UserError(f"--{name}-parallel-size is {text!r}, but it must be a whole number of at least 1.")
+        sizes.append(int(text))
+    return math.prod(sizes)
+
+
+def _value(tokens: Sequence[str], flag: str) -> str:
+    """The last value that `tokens` give to `flag`."""
+    value = ""
+    for index, token in enumerate(tokens):
+        if token == flag:
+            value = tokens[index + 1] if index + 1 < len(tokens) else ""
+        elif token.startswith(f"{flag}="):
+            value = token.partition("=")[2]
+    return value
+
+
+def _validated() -> Namespace:
+    from megatron.training import arguments
+
+    from megatron_adacc.patches.training_argument_utils import with_sentences
+
+    args = arguments.parse_args()
+    with_sentences(arguments.validate_args)(args, {})
+    return args
+
+
+def job_of_args(args: Namespace) -> Job:
+    """The job of Megatron's validated arguments, `args.world_size` ranks in all.
+
+    Raises UserError for kinds of model and optimizer that are not counted."""
+    for name, (flag, known) in _KNOWN.items():
+        if getattr(args, name, known[0]) not in known:
+            raise UserError(f"{flag} {getattr(args, name)} is not in the memory model: leave it out.")
+    pipeline = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    return Job(
+        model=_model(args),
+        stages=_stages(args, pipeline, chunks),
+        schedule=Schedule(pipeline, _micro_batches(args), chunks, args.microbatch_group_size_per_vp_stage),
+        training=_training(args),
+        outer=_outer(args),
+        tensor_parallel=args.tensor_model_parallel_size,
+        buckets=_buckets(args),
+    )
+
+
+def _model(args: Namespace) -> GptModel:
+    learned = args.position_embedding_type == "learned_absolute"
+    return GptModel(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        vocab_size=_vocabulary(args),
+        positions=args.max_position_embeddings if learned else 0,
+        gated=args.swiglu,
+        linear_bias=args.add_bias_linear,
+        qkv_bias=args.add_bias_linear or args.add_qkv_bias,
+        norm_bias=args.normalization == "LayerNorm",
+        qk_norm=args.qk_layernorm,
+        tied=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def _vocabulary(args: Namespace) -> int:
+    if args.padded_vocab_size is not None:
+        return args.padded_vocab_size
+    if args.vocab_size is None:
+        raise UserError(
+            "The size of the vocabulary is not given: add --vocab-size, or --padded-vocab-size for the size with padding."
+        )
+    return padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+
+
+def _stages(args: Namespace, pipeline: int, chunks: int) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of every stage, by Megatron's own division of the layers."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    from megatron_adacc.patches.training_argument_utils import with_sentences
+
+    config = with_sentences(core_transformer_config_from_args)(args)
+    layout = config.pipeline_model_parallel_layout
+    stages = []
+    for stage in range(pipeline):
+        found = []
+        for chunk in range(chunks):
+            if layout is not None:
+                layers = sum(kind.name == "decoder" for kind in layout.layout[stage][chunk])
+            else:
+                layers = with_sentences(get_num_layers_to_build)(config, chunk if chunks > 1 else None, stage)
+            first = (stage, chunk) == (0, 0)
+            found.append(Chunk(layers, first, (stage, chunk) == (pipeline - 1, chunks - 1)))
+        stages.append(tuple(found))
+    return tuple(stages)
+
+
+def _micro_batches(args: Namespace) -> int:
+    """Micro-batches of a step on each pipeline: the global batch over what all pipelines take at once."""
+    at_once = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size % at_once:
+        raise UserError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of {at_once}: --micro-batch-size "
+            f"{args.micro_batch_size} times {args.data_parallel_size} data-parallel ranks."
+        )
+    return args.global_batch_size // at_once
+
+
+def _training(args: Namespace) -> Training:
+    precision = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
+    zero = 1 if args.use_distributed_optimizer else 0
+    if args.use_torch_fsdp2:
+        zero = 3
+    elif args.use_megatron_fsdp:
+        zero = _STRATEGIES[args.data_parallel_sharding_strategy]
+    fp32_gradients = args.accumulate_allreduce_grads_in_fp32 or precision == "fp32"
+    return Training(
+        precision=precision,
+        optimizer=args.optimizer,
+        gradient_bytes=4 if fp32_gradients else 2,
+        momentum=args.sgd_momentum != 0,
+        zero=zero,
+        data_parallel=args.data_parallel_size * args.context_parallel_size,
+        counters=_torch_adam(),
+    )
+
+
+def _torch_adam() -> bool:
+    from megatron.core import optimizer
+
+    return bool(optimizer.USING_PYTORCH_OPTIMIZER)
+
+
+def _buckets(args: Namespace) -> Buckets:
+    """Megatron's resolve_ddp_bucket_size, but for --ddp-num-buckets, which is not counted exactly."""
+    ranks = args.data_parallel_size * args.context_parallel_size
+    size = args.ddp_bucket_size if args.ddp_bucket_size is not None else max(40_000_000, 1_000_000 * ranks)
+    return Buckets(size if args.overlap_grad_reduce else None, bool(args.ddp_pad_buckets_for_high_nccl_busbw))
+
+
+def _outer(args: Namespace) -> OuterShape:
+    return OuterShape(args.seq_length // args.context_parallel_size, args.micro_batch_size)
