@@ -1,0 +1,217 @@
+"""What it costs in gradients to hold a buffer lossily: measured, in one layer, for one buffer at a time.
+
+The layer runs forward once beside the training, with everything that autograd saves held. Then its backward runs
+once exactly, and once for each way of holding a buffer, with the same random gradient of the layer's outputs; only
+that buffer's saved tensors come from decode(encode(x)). With g_t the exact gradients, one tensor t for each trained
+parameter and for each input that takes a gradient, and G_t the inexact ones,
+
+    e = sqrt( mean over t of ( |G_t - g_t| / max(|g_t|, floor_t) )^2 )         Euclidean norms
+
+that is |G - g| / |g| of all gradients as one vector, once each tensor is scaled to norm 1. Each counts alike, as it
+does for an optimizer that scales each parameter's step by its own gradient (Adam): in a plain |G - g| / |g| the large
+matrices would hide the norms' weights, and one input the parameters. e is a norm of the error, so the error of a plan
+is to first order at most the sum of its buffers' e, and about the root of the sum of their squares where their
+rounding errors are independent.
+
+floor_t keeps a gradient that is zero but for rounding (the bias of a key projection: softmax does not see it) from
+counting as large: its elements are taken for at least LEAST_SHARE of the root mean square over the elements of all
+parameter gradients; for an input, of all input gradients.
+
+Only the direct error is measured. In a plan in which other buffers are recomputed from a lossy one, its error spreads
+to them; runtime's Handle.gradient_errors() measures a plan as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_adacc.codecs import Codec
+from megatron_adacc.cost.layer_problem import MIN_BYTES, Offer, held_anyway, offer
+from megatron_adacc.cost.rehearsal import Call, Rehearsal
+from megatron_adacc.cost.timeline import OtherSavesError
+from megatron_adacc.graph.model import FLOAT_DTYPES, LayerGraph, Pack, Role
+from megatron_adacc.graph.replay import Loader, base_of
+from megatron_adacc.graph.verify import Evidence, is_dense
+from megatron_adacc.planner import Compress
+
+LEAST_SHARE = 1e-3
+
+# By role, the one that attach(plan="compress") takes first. Statistics are small and enter everything; masks have a
+# lossless codec.
+LOSSY_CODECS: Mapping[Role, tuple[str, ...]] = MappingProxyType(
+    {
+        Role.LINEAR_INPUT: ("outlier_int4", "outlier_int8", "affine_int4", "outlier_int2"),
+        Role.NORM_OUTPUT: ("outlier_int4", "outlier_int8", "outlier_int2"),
+        Role.QUERY_KEY_VALUE: ("channel_int4", "group_int8", "group_int2"),
+        Role.ATTENTION_PROBABILITIES: ("affine_int4", "group_int8", "group_int2"),
+        Role.RESIDUAL: ("outlier_int4", "outlier_int8", "outlier_int2"),
+        Role.OTHER: ("group_int4", "group_int8", "affine_int4", "group_int2"),
+    }
+)
+
+
+def lossy_choices(graph: LayerGraph, evidence: Evidence, min_bytes: int = MIN_BYTES) -> tuple[Offer, ...]:
+    """The lossy ways to hold the layer's saved buffers that make sense, without errors yet.
+
+    Offered are float buffers that an op of the layer wrote, that cover their storage, in its last state, of at least
+    ``min_bytes``; with the codecs of their role. Each buffer's first choice comes before any second one, and large
+    buffers before small ones: who measures until the time is over has measured what matters most."""
+    buffers = [b for b in graph.saved if _may_be_lossy(graph, evidence, b, min_bytes)]
+    buffers.sort(key=lambda b: -graph.buffers[b].nbytes)
+    columns = [[offer(graph, b, Compress(name)) for name in LOSSY_CODECS[graph.role(b)]] for b in buffers]
+    return tuple(one for row in zip_longest(*columns) for one in row if one is not None)
+
+
+def _may_be_lossy(graph: LayerGraph, evidence: Evidence, buffer: int, min_bytes: int) -> bool:
+    found = graph.buffers[buffer]
+    if held_anyway(graph, buffer, min_bytes) or buffer in evidence.two_valued or not graph.last_state(buffer):
+        return False
+    return is_dense(found) and found.base.dtype in FLOAT_DTYPES - {"float64"} and graph.role(buffer) in LOSSY_CODECS
+
+
+def gradient_errors(
+    graph: LayerGraph, rehearsal: Rehearsal, choices: Iterable[Offer], seconds: float = math.inf
+) -> dict[tuple[int, str], float]:
+    """The relative gradient error e of the module's formula with only the choice's buffer lossy, by the choice's
+    buffer and label.
+
+    Args:
+        choices: measured in this order.
+        seconds: no choice is begun when so much time has passed; those not measured are not in the result. Ranks
+            that share the layer's collectives must measure alike: without a limit, and the same choices.
+
+    A choice whose gradients are not finite is left out as well. Needs the bytes of all that the layer saves, of two
+    sets of its gradients, and of the buffer's decoded copy.
+
+    Raises OtherSavesError where the layer now saves other tensors than its graph says."""
+    start = time.perf_counter()
+    found: dict[tuple[int, str], float] = {}
+    with rehearsal.begin() as call:
+        layer = _Layer(graph, call)
+        exact = _Exact.of(layer.gradients({}))
+        for choice in choices:
+            if time.perf_counter() - start >= seconds:
+                break
+            error = exact.error_of(layer.gradients({choice.buffer: choice.codec}))
+            if math.isfinite(error):
+                found[choice.buffer, choice.label] = error
+    return found
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd holds in place of the n-th saved tensor."""
+
+    index: int
+    tensor: Tensor
+
+
+class _Layer:
+    """One forward of the layer, and its backward as often as it is asked for."""
+
+    def __init__(self, graph: LayerGraph, call: Call) -> None:
+        self._graph = graph
+        self._trained = [p for p in call.parameters if p.requires_grad]
+        self._inputs = [t for t in call.inputs if t.requires_grad]
+        # Megatron's fused weight gradient is added there and comes as no .grad.
+        self._main: list[Any] = [p for p in self._trained if isinstance(getattr(p, "main_grad", None), Tensor)]
+        for parameter in self._main:
+            parameter.main_grad = torch.zeros_like(parameter.main_grad)
+        self._saved: list[_Saved] = []
+        self._lossy: dict[int, Tensor] = {}
+        self._loss = call.forward(self._pack, self._unpack)
+        self._devices = {t.device for t in (*call.inputs, *call.parameters) if t.device.type == "cuda"}
+        if len(self._saved) != len(graph.packs):
+            raise OtherSavesError(f"a rehearsal saved {len(self._saved)} tensors, its trace {len(graph.packs)}")
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        index = len(self._saved)
+        view = self._graph.packs[index].view if index < len(self._graph.packs) else None
+        if view is None or tuple(tensor.shape) != view.size:
+            raise OtherSavesError(f"a rehearsal saved a tensor of shape {tuple(tensor.shape)} as number {index}")
+        self._saved.append(_Saved(index, tensor.detach()))
+        return self._saved[-1]
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        view = self._graph.packs[saved.index].view
+        lossy = self._lossy.get(view.buffer)
+        return saved.tensor if lossy is None else Loader.of(view, self._graph.buffers[view.buffer]).of_tensor(lossy)
+
+    def _decoded(self, buffer: int, codec: Codec) -> Tensor:
+        pack: Pack = self._graph.packs[self._graph.packs_of(buffer)[0]]
+        base = base_of(self._saved[pack.index].tensor, pack.view, self._graph.buffers[buffer])
+        return codec.decode(codec.encode(base))
+
+    def gradients(self, codecs: Mapping[int, Codec]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of the parameters and of the inputs with these buffers held by these codecs."""
+        self._lossy = {buffer: self._decoded(buffer, codec) for buffer, codec in codecs.items()}
+        for leaf in (*self._trained, *self._inputs):
+            leaf.grad = None
+        for parameter in self._main:
+            parameter.main_grad.zero_()
+        # The gradients of the outputs are drawn in the backward: each pass draws the same.
+        with torch.random.fork_rng([d.index or 0 for d in self._devices]):
+            self._loss.backward(retain_graph=True)
+        self._lossy = {}
+        parameters = [p.grad for p in self._trained] + [p.main_grad.clone() for p in self._main]
+        inputs = [t.grad for t in self._inputs]
+        for leaf in (*self._trained, *self._inputs):
+            leaf.grad = None
+        return parameters, inputs
+
+
+Gradients = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """Exact gradients that are not all zero, and what the error of each is divided by."""
+
+    kept: tuple[tuple[int, int], ...]  # parameters or inputs, and place among them
+    gradients: tuple[Tensor, ...]
+    sizes: tuple[float, ...]
+
+    @staticmethod
+    def of(gradients: Gradients) -> _Exact:
+        kept, found, sizes = [], [], []
+        for kind, several in enumerate(gradients):
+            present = [(i, g) for i, g in enumerate(several) if g is not None and g.numel()]
+            norms = _norms([g for _, g in present])
+            elements = sum(g.numel() for _, g in present)
+            floor = LEAST_SHARE * math.sqrt(sum(n * n for n in norms) / elements) if elements else 0.0
+            for (place, gradient), norm in zip(present, norms, strict=True):
+                size = max(norm, floor * math.sqrt(gradient.numel()))
+                if size > 0:
+                    kept.append((kind, place))
+                    found.append(gradient)
+                    sizes.append(size)
+        return _Exact(tuple(kept), tuple(found), tuple(sizes))
+
+    def error_of(self, gradients: Gradients) -> float:
+        """e of the module's formula; infinite where a gradient is missing, NaN where one is not finite."""
+        measured = [gradients[kind][place] for kind, place in self.kept]
+        if not measured:
+            return 0.0
+        if any(m is None for m in measured):
+            return math.inf
+        differences = [m.float() - g.float() for m, g in zip(measured, self.gradients, strict=True) if m is not None]
+        norms = _norms(differences)
+        squares = [(n / size) ** 2 for n, size in zip(norms, self.sizes, strict=True)]
+        return math.sqrt(sum(squares) / len(squares))
+
+
+def _norms(tensors: Collection[Tensor]) -> list[float]:
+    """Euclidean norms, summed in float64; one wait for the device."""
+    if not tensors:
+        return []
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]
+    return [float(n) for n in torch.stack(norms).cpu()]
