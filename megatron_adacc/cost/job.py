@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, tensors
 from megatron_adacc.cost.in_flight import Schedule
 from megatron_adacc.cost.outer_activations import OuterShape
-from megatron_adacc.cost.static_memory import Buckets, StaticBytes, Training, of_chunk
+from megatron_adacc.cost.static_memory import ONE_BUCKET, Buckets, StaticBytes, Training, of_chunk
 from megatron_adacc.errors import UserError
 
 
 @dataclass(frozen=True)
 class Job:
-    """``stages[p][c]``: chunk c of pipeline stage p. ``buckets``: of the first chunk of the first stage; all others have
-    one bucket. ``outer``: the shape of what flows outside the layers."""
+    """``stages[p][c]``: chunk c of pipeline stage p. ``buckets``: of the first chunk of the first stage; all others
+    have one bucket. ``outer``: the shape of what flows outside the layers.
+
+    Raises UserError where the stages do not hold the model's layers."""
 
     model: GptModel
     stages: tuple[tuple[Chunk, ...], ...]
@@ -22,7 +24,7 @@ class Job:
     training: Training
     outer: OuterShape
     tensor_parallel: int = 1
-    buckets: Buckets = Buckets()
+    buckets: Buckets = ONE_BUCKET
 
     def __post_init__(self) -> None:
         layers = sum(chunk.layers for stage in self.stages for chunk in stage)

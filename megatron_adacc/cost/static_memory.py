@@ -99,6 +99,9 @@ class Buckets:
     for_bandwidth: bool = False
 
 
+ONE_BUCKET = Buckets()
+
+
 @dataclass(frozen=True)
 class StaticBytes:
     """Bytes of one rank by what they are. ``counters`` lie on the host where the model lies on a GPU."""
@@ -135,7 +138,7 @@ def of_elements(elements: int, training: Training) -> StaticBytes:
 
 
 def of_chunk(
-    chunk: Sequence[Tensor], training: Training, rank: int | None = None, buckets: Buckets | None = None
+    chunk: Sequence[Tensor], training: Training, rank: int | None = None, buckets: Buckets = ONE_BUCKET
 ) -> StaticBytes:
     """Bytes of one chunk's parameters on data-parallel `rank`; None is the rank that holds most.
 
@@ -143,7 +146,7 @@ def of_chunk(
     if rank is not None and not 0 <= rank < training.data_parallel:
         raise UserError(f"Rank {rank} does not exist: there are {training.data_parallel} data-parallel ranks.")
     if training.zero == 1:
-        return _distributed(chunk, training, rank, buckets or Buckets())
+        return _distributed(chunk, training, rank, buckets)
     whole = sum(tensor.elements for tensor in chunk)
     share = sum(-(-tensor.elements // training.data_parallel) for tensor in chunk)
     return StaticBytes(

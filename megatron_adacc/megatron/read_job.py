@@ -140,7 +140,8 @@ def _vocabulary(args: Namespace) -> int:
         return args.padded_vocab_size
     if args.vocab_size is None:
         raise UserError(
-            "The size of the vocabulary is not given: add --vocab-size, or --padded-vocab-size for the size with padding."
+            "The size of the vocabulary is not given: add --vocab-size, or --padded-vocab-size for the size with "
+            "padding."
         )
     return padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
 
