@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from megatron_adacc.cost.timeline import Timeline
 from megatron_adacc.graph.model import LayerGraph, Origin
 from megatron_adacc.graph.recipes import Group, group_recipes
@@ -60,6 +62,11 @@ class Simulator:
         self._timeline = timeline
         self._context = context
         self._inputs = {graph.buffers[s.buffer].storage: s.requires_grad for s in graph.inputs}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer trains."""
+        return self._context.device
 
     def groups(self, fates: Fates) -> tuple[Group, ...]:
         """The groups of recipes that the engine makes for a plan."""

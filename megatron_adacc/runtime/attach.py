@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
+from megatron_adacc.cost.limits import Limit
+from megatron_adacc.cost.stage_plan import Room, StagePlan
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.planner import LayerPlan, Plan
+from megatron_adacc.runtime.auto import Auto, Setting
 from megatron_adacc.runtime.gradient_errors import error_table, gradients, named_parameters, relative_error
 from megatron_adacc.runtime.key import LiveState, class_key, numbering_attributes
 from megatron_adacc.runtime.layer import LayerForward
-from megatron_adacc.runtime.policy import policy_for
-from megatron_adacc.runtime.report import report
+from megatron_adacc.runtime.policy import Policy, policy_for
+from megatron_adacc.runtime.report import report, stage_report
 from megatron_adacc.runtime.traces import TraceCache
 
 MIN_BYTES = 1024
@@ -29,6 +34,9 @@ def attach(
     layers: nn.Module | Sequence[nn.Module],
     plan: str | Plan | Path = "recompute",
     *,
+    limit: str | None = None,
+    error_budget: float = 0.0,
+    setting: Setting | None = None,
     min_bytes: int = MIN_BYTES,
     traces_per_class: int = TRACES_PER_CLASS,
 ) -> Handle:
@@ -39,8 +47,15 @@ def attach(
             input is the boundary that recomputation starts from.
         plan: "keep": everything stays. "recompute": what has a recipe that was shown to be exact is
             recomputed, dropout masks are stored as bits. "compress": each buffer by the codec of its role.
-            "quantize": the paper's direct INT4 of everything, to compare with. A Plan, or the path of a plan
+            "quantize": the paper's direct INT4 of everything, to compare with. "auto": what the solver finds
+            fastest within the limit, from costs that are measured on this device. A Plan, or the path of a plan
             file.
+        limit: for "auto". Bytes such as "30GiB": of everything on a GPU (on a CPU: of these layers' activations,
+            working memory and gradients). A share such as "25%": of the activations that the layers hold without a
+            plan. Default: the device's memory less 5 %.
+        error_budget: for "auto", the sum of relative gradient errors that lossy actions may cost where no lossless
+            plan fits; 0 allows none.
+        setting: for "auto", more about the run than the limit; the limit and the error budget are then in it.
         min_bytes: smaller buffers are kept by the plans that are made here.
         traces_per_class: how many call keys (shapes and the like) are remembered for each layer class.
 
@@ -48,14 +63,24 @@ def attach(
         a handle; ``handle.detach()`` leaves the layers as they were. It is a context manager.
 
     Raises:
-        UserError: no layer, a layer twice or inside another, one that is attached already, no such plan.
+        UserError: no layer, a layer twice or inside another, one that is attached already, no such plan, a limit
+            that cannot be read or that comes with another plan than "auto".
     """
     modules = _modules(layers)
-    policy = policy_for(str(plan) if isinstance(plan, Path) else plan, min_bytes)
     classes: dict[Hashable, dict[int, nn.Module]] = {}
     keys = [class_key(module) for module in modules]
     for place, (key, module) in enumerate(zip(keys, modules, strict=True)):
         classes.setdefault(key, {})[place] = module
+    policy: Policy
+    if plan == "auto":
+        if setting is None:
+            read = None if limit is None else Limit.parse(limit)
+            setting = Setting(read, partial(room_of, modules), error_budget=error_budget, min_bytes=min_bytes)
+        policy = Auto(setting, tuple(tuple(members) for members in classes.values()))
+    elif limit is not None:
+        raise UserError(f"A limit is for the plan 'auto'; the plan {str(plan)!r} does not look at one: leave it out.")
+    else:
+        policy = policy_for(str(plan) if isinstance(plan, Path) else plan, min_bytes)
     caches = {key: TraceCache(policy, traces_per_class, tuple(members)) for key, members in classes.items()}
     numbering = {key: numbering_attributes(members) for key, members in classes.items()}
     stashes: WeakSet[Any] = WeakSet()
@@ -64,7 +89,16 @@ def attach(
         name = f"layer {place} ({type(module).__name__})"
         live_state = LiveState(module, numbering[key])
         forwards.append(LayerForward(module, name, place, caches[key], live_state, stashes))
-    return Handle([f.install() for f in forwards], list(caches.values()), stashes, policy.name)
+    return Handle([f.install() for f in forwards], list(caches.values()), stashes, policy)
+
+
+def room_of(modules: Sequence[nn.Module], device: torch.device) -> Room:
+    """What the activations of ``modules`` share the device with, when nothing else is known: what is allocated
+    now, on a GPU, and the gradients that the backward will make."""
+    parameters = {id(p): p for m in modules for p in m.parameters() if p.requires_grad and p.grad is None}
+    gradients = sum(p.numel() * p.element_size() for p in parameters.values())
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return Room(fixed_bytes=allocated + gradients)
 
 
 def _modules(layers: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
@@ -98,12 +132,12 @@ class Handle:
     """The attached layers. ``detach()`` undoes attach(); graphs and stashes in flight stay valid."""
 
     def __init__(
-        self, forwards: list[LayerForward], caches: list[TraceCache], stashes: WeakSet[Any], plan_name: str
+        self, forwards: list[LayerForward], caches: list[TraceCache], stashes: WeakSet[Any], policy: Policy
     ) -> None:
         self._forwards = forwards
         self._caches = caches
         self._stashes = stashes
-        self._plan_name = plan_name
+        self._policy = policy
         self._gradient_errors: dict[str, float] = {}
 
     def stored_bytes(self) -> int:
@@ -138,7 +172,12 @@ class Handle:
             for trace in forward.cache.traces():
                 if trace.settled is not None:
                     layers[forward.cache.program(trace, forward.layer).plan] = None
-        return Plan(tuple(layers), self._plan_name)
+        return Plan(tuple(layers), self._policy.name)
+
+    @property
+    def stage(self) -> StagePlan | None:
+        """What the solver answered, under "auto", once it has been asked."""
+        return self._policy.stage if isinstance(self._policy, Auto) else None
 
     @property
     def traced_forwards(self) -> int:
@@ -148,7 +187,7 @@ class Handle:
     def report(self) -> str:
         """A table for each graph: site, role, shape, dtype, bytes, action, recipe length, and what keeps a
         buffer from being recomputed; then the gradient errors, if they were measured."""
-        rows = []
+        rows = [] if self.stage is None else [stage_report(self.stage)]
         for cache in self._caches:
             place = next(f.layer for f in self._forwards if f.cache is cache)
             rows += [report(cache, trace, place) for trace in cache.traces()]

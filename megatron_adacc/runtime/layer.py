@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph, Origin
 from megatron_adacc.graph.replay import base_of
@@ -164,7 +165,7 @@ class LayerForward:
         with torch.no_grad():
             program = self.cache.learn(
                 trace, traced, self.layer, self.module, _saved_bases(traced, handles),
-                lambda graph: self._sources(graph, held_inputs),
+                lambda graph: self._sources(graph, held_inputs), Rehearsal(self.module, self.original, args, kwargs),
             )  # fmt: skip
             self._stash_afterwards(program, held_inputs, handles)
         return output

@@ -6,6 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from megatron_adacc.cost.layer_problem import held_anyway
+from megatron_adacc.cost.measured import Shared
+from megatron_adacc.cost.rehearsal import Rehearsal
+from megatron_adacc.cost.timing import Sample
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import FLOAT_DTYPES, LayerGraph, Origin, Role
 from megatron_adacc.graph.serialize import fingerprint
@@ -34,27 +38,40 @@ class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def generation(self) -> int:
+        """Grows when the plans of layers that were asked for before are others now."""
+
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan: ...
+
+    def settle(self, places: tuple[int, ...], sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> None:
+        """The trace of the layers at these places has settled; comes before their plans are asked for.
+        ``shared``: what all ranks have that the layers' collectives join (runtime/agree.py)."""
+
+    def begin(self, places: tuple[int, ...]) -> None:
+        """The first of these layers begins a forward."""
+
+
+class FixedPolicy:
+    """A policy that needs to learn nothing."""
+
+    generation = 0
+
+    def settle(self, places: tuple[int, ...], sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> None:
+        """Nothing is learned."""
+
+    def begin(self, places: tuple[int, ...]) -> None:
+        """Nothing changes."""
 
 
 @dataclass(frozen=True)
-class KeepAll:
+class KeepAll(FixedPolicy):
     """Every tensor stays."""
 
     name: str = "keep"
 
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         return LayerPlan(fingerprint(graph), ())
-
-
-def passes_through(graph: LayerGraph, buffer: int, min_bytes: int) -> bool:
-    """Whether a saved buffer is held as it is under any plan that is made here: the layer's input, tensors
-    that the engine does not see into, integers, and what is small, a scalar or expanded."""
-    found = graph.buffers[buffer]
-    base = found.base
-    if found.origin != Origin.OP or not base.size or base.expanded or found.nbytes < min_bytes:
-        return True
-    return found.nbytes == 0 or (base.dtype not in FLOAT_DTYPES and base.dtype != "bool")
 
 
 def _fits_in_bits(graph: LayerGraph, evidence: Evidence, buffer: int) -> bool:
@@ -64,7 +81,7 @@ def _fits_in_bits(graph: LayerGraph, evidence: Evidence, buffer: int) -> bool:
 
 
 @dataclass(frozen=True)
-class RecomputeAll:
+class RecomputeAll(FixedPolicy):
     """Everything with a verified recipe is recomputed; two-valued tensors without one become bits."""
 
     min_bytes: int
@@ -73,7 +90,7 @@ class RecomputeAll:
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         actions: list[tuple[str, Action]] = []
         for buffer in sorted(graph.saved):
-            if passes_through(graph, buffer, self.min_bytes):
+            if held_anyway(graph, buffer, self.min_bytes):
                 continue
             if buffer in evidence.verified:
                 actions.append((graph.buffers[buffer].site, Recompute()))
@@ -83,7 +100,7 @@ class RecomputeAll:
 
 
 @dataclass(frozen=True)
-class CompressAll:
+class CompressAll(FixedPolicy):
     """Each float buffer by the codec of its role, statistics and masks without loss. What a mask and another
     held buffer give in one op (a dropped-out value) is not held a second time."""
 
@@ -96,7 +113,7 @@ class CompressAll:
         for buffer in sorted(graph.saved):
             found = graph.buffers[buffer]
             role = graph.role(buffer)
-            if passes_through(graph, buffer, self.min_bytes) or not is_dense(found):
+            if held_anyway(graph, buffer, self.min_bytes) or not is_dense(found):
                 continue
             if not graph.last_state(buffer):
                 continue
@@ -111,7 +128,7 @@ class CompressAll:
 
 
 @dataclass(frozen=True)
-class QuantizeAll:
+class QuantizeAll(FixedPolicy):
     """The paper's direct quantization, to compare with: INT4 codes in groups, without outlier separation and with
     the paper's scale, for every float buffer that autograd saves, the layer's input and statistics among them.
     Masks become bits; nothing is recomputed."""
@@ -124,7 +141,7 @@ class QuantizeAll:
         for buffer in sorted(graph.saved):
             found = graph.buffers[buffer]
             is_input = found.origin == Origin.INPUT and found.nbytes >= self.min_bytes and not found.base.expanded
-            if passes_through(graph, buffer, self.min_bytes) and not is_input:
+            if held_anyway(graph, buffer, self.min_bytes) and not is_input:
                 continue
             if not is_dense(found) or not graph.last_state(buffer):
                 continue
@@ -145,7 +162,7 @@ def _is_masked(graph: LayerGraph, evidence: Evidence, buffer: int, held: Collect
 
 
 @dataclass(frozen=True)
-class FromPlan:
+class FromPlan(FixedPolicy):
     """A plan made beforehand: by the solver, from a file, or by hand."""
 
     plan: Plan

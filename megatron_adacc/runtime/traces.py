@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from megatron_adacc.cost.rehearsal import Rehearsal
+from megatron_adacc.cost.timing import Sample
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph, Origin
 from megatron_adacc.graph.prove import Varying, differences, prove
@@ -48,6 +50,7 @@ class Trace:
     evidence: Evidence | None = None
     programs: dict[LayerPlan, Program] = field(default_factory=dict)
     by_layer: dict[int, Program] = field(default_factory=dict)
+    generation: int = 0
     varying: Varying = field(default_factory=Varying)
     given_up: bool = False
 
@@ -106,6 +109,8 @@ class TraceCache:
 
     def program(self, trace: Trace, layer: int) -> Program:
         """The settled program for the layer at this place."""
+        if trace.generation != self._policy.generation:
+            trace.by_layer, trace.generation = {}, self._policy.generation
         known = trace.by_layer.get(layer)
         if known is not None:
             return known
@@ -115,6 +120,7 @@ class TraceCache:
         found = trace.programs.get(plan)
         if found is None:
             found = self._compile(trace.settled, plan)
+            found.warm_up()  # so that nothing compiles in the steps to come
             trace.programs[plan] = found
         trace.by_layer[layer] = found
         return found
@@ -130,10 +136,11 @@ class TraceCache:
 
     def begin(self, layer: int) -> None:
         """A forward of the layer at this place: the first of the class looks once a step after what was stored as
-        bits. Raises NotTwoValuedError."""
-        if self._mask_checks and layer == self._layers[0]:
+        bits, and tells the policy. Raises NotTwoValuedError."""
+        if layer == self._layers[0]:
             for check in self._mask_checks.values():
                 check.poll()
+            self._policy.begin(self._layers)
 
     def close(self) -> None:
         """Look a last time. Raises NotTwoValuedError."""
@@ -141,23 +148,20 @@ class TraceCache:
             check.close()
 
     def _warm_up(self, trace: Trace) -> None:
-        """Compile for all layers of the class now, so that nothing compiles in the steps to come."""
-        programs = set()
+        """Compile for all layers of the class now."""
         for place in self._layers:
             # A layer that never comes with this key need not have a plan for its graph.
             with contextlib.suppress(UserError):
-                programs.add(self.program(trace, place))
-        for program in programs:
-            program.warm_up()
+                self.program(trace, place)
 
     def learn(
         self, trace: Trace, traced: Traced, layer: int, module: nn.Module, saved: Mapping[int, Tensor],
-        sources: Callable[[LayerGraph], dict[int, Tensor]],
+        sources: Callable[[LayerGraph], dict[int, Tensor]], rehearsal: Rehearsal,
     ) -> Program:  # fmt: skip
         """Take in the trace of the call that just ran, and give the program that stashes this very call.
 
         ``saved`` are base tensors of what autograd saved; ``sources`` gives those of a graph's parameters
-        and inputs."""
+        and inputs; ``rehearsal`` is the call, to be run again if need be."""
         self.count += 1
         trace.calls += 1
         traced = replace(traced, graph=trace.varying.mark(traced.graph))
@@ -171,21 +175,24 @@ class TraceCache:
                 traced = prove(trace.last, traced, depends_on_host=bool(trace.varying))
         constants = constants_of(traced)
         context = context_of(traced)
+        shared = agreement(traced)
         bases = sources(traced.graph) | dict(constants.tensors)
         # An opaque submodule may draw random numbers unseen; the training's own must stay as they are.
         devices = [context.device] if context.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            evidence = verify(traced.graph, saved, bases, context, module, agreement(traced))
-        plan = self._policy.layer_plan(traced.graph, evidence, layer, settled)
-        program = self._compile(traced, plan)
+            evidence = verify(traced.graph, saved, bases, context, module, shared)
         if settled:
+            sample = Sample(traced.graph, evidence, saved, bases, context, module)
+            self._policy.settle(self._layers, sample, rehearsal, shared)
             trace.settled, trace.evidence, trace.last = traced, evidence, None
-            trace.programs, trace.by_layer = {plan: program}, {}
+            trace.programs, trace.by_layer = {}, {}
+            program = self.program(trace, layer)
             self._warm_up(trace)
             for buffer, external in traced.externals.items():
                 if buffer not in constants.tensors:
                     external.weaken()
         else:
+            program = self._compile(traced, self._policy.layer_plan(traced.graph, evidence, layer, settled))
             for external in traced.externals.values():
                 external.weaken()
             trace.last, trace.evidence = traced, evidence

@@ -1,0 +1,238 @@
+"""Plan one pipeline stage: the layer classes, what they cost and need, a limit; out comes a plan and what it promises.
+
+Used alike where the layers were traced and timed on the device at hand and where both are made up for an absent
+device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_adacc.cost.layer_problem import LayerProblem
+from megatron_adacc.cost.limits import Limit, least_written, written_bytes
+from megatron_adacc.cost.simulate import Fates, LayerMemory, Simulator
+from megatron_adacc.errors import UserError
+from megatron_adacc.planner import LayerPlan, Plan
+from megatron_adacc.planner.problem import LayerClass, Problem
+from megatron_adacc.planner.solution import Solution
+
+
+@dataclass(frozen=True)
+class ClassFacts:
+    """One layer class on this stage. ``places``: which layers are of it, in the order of execution; times are of
+    one layer and one micro-batch, without a plan."""
+
+    problem: LayerProblem
+    simulator: Simulator
+    places: tuple[int, ...]
+    forward_us: float
+    step_us: float
+
+    @property
+    def layer_class(self) -> LayerClass:
+        return self.problem.layer_class
+
+    @functools.cached_property
+    def kept(self) -> LayerMemory:
+        """With everything held."""
+        return self.simulator.memory(Fates({}, frozenset()))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the activations share the device with. ``fixed_bytes``: parameters, gradients, optimizer state and all
+    else that no plan changes; ``transient_bytes``: alive beside all held activations when the forward ends (the loss
+    head's); ``other_us``: the step's time outside the layers, of one micro-batch."""
+
+    fixed_bytes: int = 0
+    transient_bytes: int = 0
+    other_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a strategy is expected to need: bytes that one micro-batch's layers hold for their backward, the largest
+    bytes on the device (parameters and the like included where the room says them), and microseconds of one
+    micro-batch's forward and backward."""
+
+    name: str
+    held_bytes: int
+    peak_bytes: int
+    step_us: float
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A solved stage. ``predictions``: of no plan, of full recompute, and of this one, in this order. ``facts`` and
+    ``solution`` say why."""
+
+    plan: Plan
+    predictions: tuple[Prediction, ...]
+    solution: Solution
+    facts: tuple[ClassFacts, ...]
+    limit: Limit
+    limit_bytes: int
+
+    @property
+    def predicted(self) -> Prediction:
+        return self.predictions[-1]
+
+    @property
+    def verdict(self) -> str:
+        """How sure the solver is."""
+        if self.solution.status == "optimal":
+            return "optimal"
+        gap = self.solution.gap
+        return self.solution.status + ("" if gap is None else f", at most {100 * gap:.1f} % above the best")
+
+
+def plain_bytes(facts: Sequence[ClassFacts]) -> int:
+    """Bytes that one micro-batch's layers hold without a plan."""
+    return sum(len(f.places) * f.kept.held for f in facts) + _shared(facts)
+
+
+def _shared(facts: Sequence[ClassFacts]) -> int:
+    """Inputs without gradient that all layers have in common, such as an attention mask."""
+    return max((f.kept.shared for f in facts), default=0)
+
+
+def plan_stage(
+    facts: Sequence[ClassFacts], limit: Limit, room: Room, *, error_budget: float | None = 0.0, name: str = "auto",
+    time_limit_seconds: float = 10.0,
+) -> StagePlan:  # fmt: skip
+    """The fastest plan within the limit.
+
+    A limit in bytes is one for everything on the device; a share is one for what is held of a micro-batch's
+    activations, as a part of what the plain run holds.
+
+    Raises UserError, naming the least limit that has a plan, where nothing fits."""
+    from megatron_adacc.planner.stage import solve_stage  # OR-Tools is needed here and nowhere before
+
+    facts = tuple(facts)
+    whole = limit.total_bytes is not None
+    shared = _shared(facts)
+    flights = max((f.layer_class.in_flight for f in facts), default=1)
+    if limit.total_bytes is not None:
+        limit_bytes, fixed = limit.total_bytes, room.fixed_bytes + flights * shared
+        classes = tuple(f.layer_class for f in facts)
+    else:
+        assert limit.share is not None
+        # Rounded down: not a byte more than the share.
+        limit_bytes, fixed = math.floor(limit.share * plain_bytes(facts)), shared
+        classes = tuple(replace(f.layer_class, in_flight=1) for f in facts)
+    transient = room.transient_bytes if whole else 0
+    problem = Problem(classes, limit_bytes, fixed, error_budget, transient)
+
+    def extra(index: int, actions: Mapping[str, str]) -> int:
+        return facts[index].simulator.memory(facts[index].problem.fates(actions)).extra
+
+    solution = solve_stage(problem, extra if whole else None, time_limit_seconds=time_limit_seconds)
+    while solution.layers:
+        predicted = _predicted(facts, solution, room, name)
+        over = predicted.peak_bytes - limit_bytes
+        if not whole or over <= 0:
+            break
+        # The planner takes the layers of a class to lie one after another; where they do not, its account of what is
+        # freed before a layer's backward may be too good, and is corrected here.
+        problem = replace(problem, fixed_bytes=problem.fixed_bytes + over)
+        solution = solve_stage(problem, extra, time_limit_seconds=time_limit_seconds)
+    if not solution.layers:
+        raise UserError(_too_little(solution, limit, facts))
+    predictions = (none_predicted(facts, room), full_predicted(facts, room), predicted)
+    return StagePlan(_plan(facts, solution, name), predictions, solution, facts, limit, limit_bytes)
+
+
+def _too_little(solution: Solution, limit: Limit, facts: Sequence[ClassFacts]) -> str:
+    least = solution.least_bytes
+    if least is None:
+        return f"No plan fits into {limit}: {solution.note or 'the solver found none'}."
+    if limit.share is None:
+        return (
+            f"No plan fits into {limit}: the least limit that works is {least_written(least)} "
+            f"({written_bytes(least)}); give at least that, a smaller micro-batch, or allow lossy actions."
+        )
+    percent = math.ceil(10000 * least / max(1, plain_bytes(facts))) / 100
+    return (
+        f"No plan fits into {limit}: the least limit that works is {percent:.2f}% ({least:,} bytes); give at least "
+        "that, or allow lossy actions."
+    )
+
+
+def _plan(facts: Sequence[ClassFacts], solution: Solution, name: str) -> Plan:
+    """One layer plan a layer; layers of a class that are alike in a row of all share one."""
+    layers: list[LayerPlan] = []
+    for index, fact in enumerate(facts):
+        answers = solution.layers_of(index)
+        same = all(answer.actions == answers[0].actions for answer in answers)
+        if same and answers:
+            layers.append(fact.problem.layer_plan(answers[0].actions, None))
+        else:
+            for place, answer in zip(fact.places, answers, strict=True):
+                layers.append(fact.problem.layer_plan(answer.actions, place))
+    return Plan(tuple(layers), name)
+
+
+def _predicted(facts: Sequence[ClassFacts], solution: Solution, room: Room, name: str) -> Prediction:
+    memories = [
+        facts[answer.class_index].simulator.memory(facts[answer.class_index].problem.fates(answer.actions))
+        for answer in solution.layers
+    ]
+    indices = [answer.class_index for answer in solution.layers]
+    return _prediction(facts, room, name, indices, memories, solution.cost_us)
+
+
+def none_predicted(facts: Sequence[ClassFacts], room: Room) -> Prediction:
+    """Every layer keeps everything."""
+    indices = [i for i, f in enumerate(facts) for _ in f.places]
+    return _prediction(facts, room, "none", indices, [facts[i].kept for i in indices], 0.0)
+
+
+def full_predicted(facts: Sequence[ClassFacts], room: Room) -> Prediction:
+    """Every layer keeps its input and runs again, whole, before its backward."""
+    indices = [i for i, f in enumerate(facts) for _ in f.places]
+    added = sum(facts[i].forward_us for i in indices)
+    return _prediction(facts, room, "full", indices, [_checkpointed(facts[i]) for i in indices], added)
+
+
+def _checkpointed(fact: ClassFacts) -> LayerMemory:
+    graph, kept = fact.problem.graph, fact.kept
+    inputs = {
+        graph.buffers[spec.buffer].storage: graph.buffers[spec.buffer].nbytes
+        for spec in graph.inputs
+        if spec.requires_grad
+    }
+    held = sum(inputs.values())
+    saved = {graph.buffers[b].storage for b in graph.saved}
+    unsaved = sum(size for storage, size in inputs.items() if storage not in saved)
+    working = unsaved + max(kept.forward, kept.backward)
+    return LayerMemory(held, kept.shared, working, working)
+
+
+def _prediction(
+    facts: Sequence[ClassFacts], room: Room, name: str, indices: list[int], memories: list[LayerMemory], added_us: float
+) -> Prediction:
+    """The same account for every strategy: layer l runs while those after it in its chunk are gone (planner's (4))."""
+    classes = [f.layer_class for f in facts]
+    shared = _shared(facts)
+    flights = max((c.in_flight for c in classes), default=1)
+    held = sum(m.held for m in memories)
+    everything = room.fixed_bytes + flights * shared
+    everything += sum(classes[i].in_flight * m.held for i, m in zip(indices, memories, strict=True))
+    peak = everything + room.transient_bytes
+    freed: dict[int, int] = {}
+    positions = _positions(facts, indices)
+    for _, i, memory in sorted(zip(positions, indices, memories, strict=True), key=lambda row: row[0], reverse=True):
+        chunk = classes[i].chunk
+        peak = max(peak, everything - freed.get(chunk, 0) + memory.extra)
+        freed[chunk] = freed.get(chunk, 0) + memory.held
+    plain = sum(facts[i].step_us for i in indices) + room.other_us
+    return Prediction(name, held + shared, peak, plain + added_us)
+
+
+def _positions(facts: Sequence[ClassFacts], indices: list[int]) -> list[int]:
+    """The place of each layer, which are given class by class."""
+    remaining = {i: iter(f.places) for i, f in enumerate(facts)}
+    return [next(remaining[i]) for i in indices]

@@ -1,0 +1,202 @@
+"""The policy "auto": traces are timed and rehearsed as they settle, then the solver plans all layers at once.
+
+Until every layer class has settled, layers get the plan of least memory that is certain: everything with a proven
+recipe is recomputed. That is so in the first forward of the first layers, and for a class of one layer in the
+whole first step. When the last class has settled the problem is solved, and from then on each layer has its plan.
+A later call key of more bytes (a longer sequence) solves it again; for one of fewer bytes the plan holds by its
+sites, and what was not proven for it is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_adacc.cost.cache import PriceCache
+from megatron_adacc.cost.layer_problem import bitmask_offers, layer_problem
+from megatron_adacc.cost.limits import Limit
+from megatron_adacc.cost.measured import MeasuredPrices, Shared
+from megatron_adacc.cost.rehearsal import Rehearsal
+from megatron_adacc.cost.simulate import Simulator
+from megatron_adacc.cost.stage_plan import ClassFacts, Room, StagePlan, plan_stage
+from megatron_adacc.cost.timeline import OtherSavesError, Timeline, record
+from megatron_adacc.cost.timing import Sample
+from megatron_adacc.errors import UserError
+from megatron_adacc.graph.model import LayerGraph
+from megatron_adacc.graph.recipes import group_recipes
+from megatron_adacc.graph.serialize import fingerprint
+from megatron_adacc.graph.verify import Evidence
+from megatron_adacc.planner import Keep, LayerPlan, Plan, Recompute
+from megatron_adacc.runtime.policy import RecomputeAll
+
+logger = logging.getLogger(__name__)
+
+# A class that has not settled after the others began this many forwards is not waited for.
+PATIENCE = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What auto plans for.
+
+    ``limit``: None for what the device has, less a reserve. ``room``: called when the problem is solved, with
+    the device; what the activations share it with. ``in_flight``: of each layer, micro-batches held at the peak.
+    ``groups``: process groups, each rank of which trains the same layers and gets the plan of the group's first.
+    ``preserve``: a context that puts back what a forward of the layers changes beside torch's default generators."""
+
+    limit: Limit | None
+    room: Callable[[torch.device], Room]
+    in_flight: Callable[[int], int] = lambda place: 1
+    groups: Sequence[dist.ProcessGroup] = ()
+    preserve: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    error_budget: float = 0.0
+    min_bytes: int = 1024
+
+
+@dataclass
+class Auto:
+    """See the module. One object serves all layers of a call of attach()."""
+
+    setting: Setting
+    classes: tuple[tuple[int, ...], ...]
+    name: str = "auto"
+    generation: int = 0
+    stage: StagePlan | None = None
+    startup_seconds: float = 0.0
+    _facts: dict[tuple[int, ...], ClassFacts] = field(default_factory=dict)
+    _begun: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _measured: MeasuredPrices | None = None
+
+    def begin(self, places: tuple[int, ...]) -> None:
+        """A step begins for these layers; a class that never comes is not waited for."""
+        if self.stage is not None or places not in self._facts:
+            return
+        self._begun[places] = self._begun.get(places, 0) + 1
+        if self._begun[places] >= PATIENCE:
+            missing = [c for c in self.classes if c not in self._facts]
+            logger.warning("The plan is made without layers %s, which have not run yet.", missing)
+            self._solve()
+
+    def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
+        """The solved plan as far as it goes for this graph; before, everything that can be is recomputed."""
+        fallback = RecomputeAll(self.setting.min_bytes).layer_plan(graph, evidence, layer, settled)
+        if self.stage is None or not settled:
+            return fallback
+        sites = {graph.buffers[b].site: b for b in graph.saved}
+        found = self.stage.plan.find(fingerprint(graph), sites, layer)
+        if found is None:
+            return fallback
+        return _fitting(found, graph, evidence, sites) or fallback
+
+    def settle(self, places: tuple[int, ...], sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> None:
+        """Time and rehearse the layer; solve when every class is known. Raises UserError where no plan fits."""
+        known = self._facts.get(places)
+        if known is not None and known.problem.graph.activation_bytes >= sample.graph.activation_bytes:
+            return
+        start = time.perf_counter()
+        self._facts[places] = self._learn(places, sample, rehearsal, shared)
+        self.startup_seconds += time.perf_counter() - start
+        if len(self._facts) == len(self.classes):
+            self._solve()
+
+    def _learn(
+        self, places: tuple[int, ...], sample: Sample, rehearsal: Rehearsal, shared: Shared | None
+    ) -> ClassFacts:
+        with self.setting.preserve():
+            timeline = self._rehearsed(sample, rehearsal)
+            prices = self._prices(sample.context.device)
+            prices.measure(sample, rehearsal, shared)
+        offers = bitmask_offers(sample.graph, sample.evidence, self.setting.min_bytes)
+        problem = layer_problem(
+            sample.graph, sample.evidence, prices, offers,
+            min_bytes=self.setting.min_bytes, count=len(places), in_flight=self.setting.in_flight(places[0]),
+            name=f"{sample.graph.module} of layers {places[0]} to {places[-1]}",
+        )  # fmt: skip
+        step_us = prices.step_us(sample.graph)
+        simulator = Simulator(sample.graph, timeline, sample.context)
+        return ClassFacts(problem, simulator, places, step_us / 3, step_us)
+
+    def _prices(self, device: torch.device) -> MeasuredPrices:
+        if self._measured is None:
+            self._measured = MeasuredPrices(device, PriceCache.of(device))
+        return self._measured
+
+    @staticmethod
+    def _rehearsed(sample: Sample, rehearsal: Rehearsal) -> Timeline:
+        try:
+            return record(sample.graph, rehearsal)
+        except OtherSavesError as error:
+            raise UserError(
+                f"The plan 'auto' runs a layer again to see what its backward needs, and {sample.graph.module} "
+                f"does not do the same twice ({error}); use the plan 'recompute' or a plan file."
+            ) from error
+
+    def _solve(self) -> None:
+        """Rank 0 of the groups solves, all get its plan or its error."""
+        device = next(iter(self._facts.values())).simulator.device
+        facts = [self._facts[c] for c in sorted(self._facts)]
+        answer: StagePlan | UserError
+        try:
+            answer = self._solved(facts, device)
+        except UserError as error:
+            answer = error
+        plan = self._agreed(answer)
+        if isinstance(answer, UserError):
+            raise answer
+        self.stage = replace(answer, plan=plan)
+        self.generation += 1
+
+    def _solved(self, facts: Sequence[ClassFacts], device: torch.device) -> StagePlan:
+        limit = self.setting.limit or device_limit(device)
+        room = self.setting.room(device)
+        return plan_stage(facts, limit, room, error_budget=self.setting.error_budget)
+
+    def _agreed(self, answer: StagePlan | UserError) -> Plan:
+        """The plan of the first rank of each group in turn. Raises its UserError on every rank."""
+        message: tuple[str | None, str | None] = (
+            (None, str(answer)) if isinstance(answer, UserError) else (answer.plan.to_json(), None)
+        )
+        for group in self.setting.groups:
+            if group.size() > 1:
+                box = [message]
+                dist.broadcast_object_list(box, group=group, group_src=0)
+                message = box[0]
+        text, refusal = message
+        if refusal is not None:
+            raise UserError(refusal)
+        assert text is not None
+        return Plan.from_json(text)
+
+
+def _fitting(plan: LayerPlan, graph: LayerGraph, evidence: Evidence, sites: Mapping[str, int]) -> LayerPlan | None:
+    """The plan with what this graph has not proven kept; None where the rest then cannot be recomputed."""
+    actions = tuple(
+        (site, action)
+        for site, action in plan.actions
+        if not isinstance(action, Recompute) or sites[site] in evidence.verified
+    )
+    chosen = dict(actions)
+    dropped = [b for s, b in sites.items() if isinstance(chosen.get(s, Keep()), Recompute)]
+    try:
+        group_recipes(graph, set(sites.values()) - set(dropped), dropped)
+    except ValueError:
+        return None
+    return LayerPlan(fingerprint(graph), actions, plan.layer)
+
+
+def device_limit(device: torch.device) -> Limit:
+    """What a plan may use where nothing was said: the device's memory less a reserve of 5 %."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        import psutil
+
+        total = psutil.virtual_memory().total
+    return Limit(total_bytes=int(0.95 * total))
