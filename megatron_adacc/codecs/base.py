@@ -100,6 +100,13 @@ class Codec(ABC):
         with torch.no_grad():
             return packed.layout.restore(self._decode(packed))
 
+    def observe(self, x: Tensor) -> State | None:
+        """What encoding tensors like `x` should know beforehand; None for a codec that needs no such knowledge.
+
+        May wait for the device: for start-up and for the monitor. The bytes do not depend on it: packed_bytes(x.shape,
+        x.dtype) == encode(x, observe(x)).nbytes."""
+        return None
+
     def warm_up(
         self,
         dtype: torch.dtype,

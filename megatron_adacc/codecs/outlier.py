@@ -5,6 +5,9 @@ tensor's own 16-bit dtype (bfloat16 for float32, because it has float32's range)
 as zeros: nothing is rearranged, and the other elements of their groups get the scale they would have without
 them. Without a state, or with an empty one, this is the group format.
 
+With `columns` the block has that many columns whatever the tensor: the channels of highest z, outliers or not. So the
+bytes follow from the shape, for all layers and after each refresh of the list.
+
     row 0.1 -0.2 0.3 -0.4 0.5 -0.6 0.7 1000, channel 7 in the list, 4 bits
         block 1000;  group 0.1 .. 0.7 0:  S = -0.7 / 8,  errors at most 0.0438
     without the list: S = -125, and all seven become 0
@@ -24,7 +27,7 @@ from megatron_adacc.codecs.execute import LEAST_BLOCKS, EncodeOutputs, call, com
 from megatron_adacc.codecs.group import GroupPacked, SymmetricCodec
 from megatron_adacc.codecs.layout import Layout
 from megatron_adacc.codecs.options import Implementation
-from megatron_adacc.codecs.statistics import OutlierState
+from megatron_adacc.codecs.statistics import LARGEST_BLOCK, ChannelStatistics, OutlierState
 from megatron_adacc.errors import UserError
 from megatron_adacc.kernels import load as load_kernel
 
@@ -43,14 +46,36 @@ class Outlier(SymmetricCodec):
 
     Attributes:
         channel_dim: the dimension whose index is the channel.
+        columns: of the outlier block, at most the tensor's channels. None: as many as the state lists.
     """
 
     channel_dim: int = -1
+    columns: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = self.columns is None or (type(self.columns) is int and 0 <= self.columns <= LARGEST_BLOCK)
+        if not fits:
+            raise UserError(
+                f"Codec '{self.name}' has columns={self.columns!r}; it has to be a number from 0 to {LARGEST_BLOCK}."
+            )
 
     @property
     def channel_axis(self) -> int | None:
         """The dimension of the channels."""
         return self.channel_dim
+
+    def observe(self, x: Tensor) -> OutlierState | None:
+        """With `columns`, that many channels of x, those of highest z. Waits for the device."""
+        if self.columns is None:
+            return None
+        layout, run = Layout.of(x.detach(), self.channel_dim)
+        return self._highest(self.columns, run, layout.channels)
+
+    def _highest(self, columns: int, run: Tensor, channels: int) -> OutlierState:
+        statistics = ChannelStatistics(channels, run.device, implementation=self.implementation)
+        statistics.update(run.view(run.numel() // channels if channels else 0, channels))
+        return statistics.highest(min(columns, channels))
 
     def packed_bytes(self, shape: Sequence[int], dtype: torch.dtype, state: State | None = None) -> int:
         """ceil(n b / 8) bytes of codes, 4 bytes for each group and 2 for each element of an outlier channel."""
@@ -59,7 +84,9 @@ class Outlier(SymmetricCodec):
         outliers = self._outliers_of(state, channels)
         cut = self.cut(shape.numel())
         rows = shape.numel() // channels if channels else 0
-        return cut.code_bytes + 4 * cut.count + 2 * rows * (len(outliers.channels) if outliers else 0)
+        listed = len(outliers.channels) if outliers else 0
+        columns = listed if self.columns is None else min(self.columns, channels)
+        return cut.code_bytes + 4 * cut.count + 2 * rows * columns
 
     def _outliers_of(self, state: State | None, channels: int) -> OutlierState | None:
         if state is None:
@@ -71,9 +98,16 @@ class Outlier(SymmetricCodec):
                 f"The outlier state is for {state.num_channels} channels, but dimension {self.channel_dim} of "
                 f"the tensor has {channels}; use the state made from this tensor's statistics."
             )
+        if self.columns is not None and len(state.channels) != min(self.columns, channels):
+            raise UserError(
+                f"The outlier state lists {len(state.channels)} channels, but the codec has columns={self.columns} "
+                f"for the tensor's {channels}; use the state that its observe() makes."
+            )
         return state if state.channels else None
 
     def _encode(self, run: Tensor, layout: Layout, state: State | None, seed: int | None) -> OutlierPacked:
+        if state is None and self.columns:
+            state = self._highest(self.columns, run, layout.channels)
         outliers = self._outliers_of(state, layout.channels)
         cut = self.cut(run.numel())
         codes = torch.empty(cut.code_bytes, dtype=torch.uint8, device=run.device)

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BLOCK = 2**15 - 1  # columns are numbered in int16
 RESERVED_SHARE = 32  # one channel in so many may be an outlier, unless a capacity is given
+LEAST_SHARE = 256  # one column for so many channels is reserved where no outlier was seen
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class ChannelStatistics:
 
     def z_scores(self) -> Tensor:
         """float32 [num_channels]; all zero where the channels do not differ."""
+        if not self.sums.numel():
+            return self.sums
         deviation = self.sums.std(unbiased=False)
         return torch.where(deviation > 0, (self.sums - self.sums.mean()) / deviation, 0.0)
 
@@ -123,7 +126,7 @@ class ChannelStatistics:
             capacity: columns of the reserved block; one channel in 32, and at least one, where not given.
         """
         num_channels = self.sums.numel()
-        capacity = max(1, num_channels // RESERVED_SHARE) if capacity is None else capacity
+        capacity = most_columns(num_channels) if capacity is None else capacity
         scores = self.z_scores().tolist()
         found = [channel for channel in range(num_channels) if scores[channel] > threshold]
         found.sort(key=lambda channel: (-scores[channel], channel))
@@ -134,6 +137,29 @@ class ChannelStatistics:
                 len(found), num_channels, threshold, capacity,
             )  # fmt: skip
         return OutlierState.from_channels(found[:capacity], num_channels, self.sums.device, left_out=found[capacity:])
+
+    def highest(self, count: int, threshold: float = 3.0) -> OutlierState:
+        """The `count` channels of highest z, outliers or not. Waits for the device.
+
+        Outliers beyond `count` are named as left out."""
+        scores = self.z_scores().tolist()
+        ordered = sorted(range(len(scores)), key=lambda channel: (-scores[channel], channel))
+        left_out = [channel for channel in ordered[count:] if scores[channel] > threshold]
+        return OutlierState.from_channels(ordered[:count], len(scores), self.sums.device, left_out=left_out)
+
+
+def most_columns(num_channels: int) -> int:
+    """The largest outlier block that is made for a tensor of so many channels: one in 32, and at least one."""
+    return max(1, num_channels // RESERVED_SHARE)
+
+
+def reserved_columns(num_channels: int, found: int) -> int:
+    """Columns of an outlier block for tensors of which one had `found` outlier channels.
+
+    That many; at least one for 256 channels, since other layers and later steps may have outliers where this
+    tensor has none; at most one for 32, or four where that is more."""
+    least = max(1, num_channels // LEAST_SHARE)
+    return min(num_channels, max(least, min(found, max(4, most_columns(num_channels)))))
 
 
 def channel_sums(matrix: Tensor) -> Tensor:

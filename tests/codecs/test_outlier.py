@@ -7,6 +7,8 @@ import torch
 
 from megatron_adacc import codecs
 from megatron_adacc.codecs import ChannelStatistics, OutlierState
+from megatron_adacc.codecs.statistics import reserved_columns
+from megatron_adacc.errors import UserError
 
 ROW = torch.tensor([[0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, 1000.0]])
 
@@ -118,3 +120,79 @@ def test_a_state_without_channels_is_the_group_format() -> None:
     outlier, group = (codecs.get(name, implementation="torch") for name in ("outlier_int4", "group_int4"))
     assert torch.equal(outlier.decode(outlier.encode(x, state)), group.decode(group.encode(x)))
     assert outlier.packed_bytes(x.shape, x.dtype, state) == group.packed_bytes(x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 256), (9, 100), (40,), (0, 64), (3, 0), (), (5, 2)])
+@pytest.mark.parametrize("columns", [0, 1, 3])
+def test_reserved_columns_are_the_highest_channels_and_the_bytes_follow_from_the_shape(
+    shape: tuple[int, ...], columns: int
+) -> None:
+    x = torch.randn(shape)
+    channels = shape[-1] if shape else 1
+    listed = [c for c in (1, channels - 1, 4) if 0 <= c < channels][:columns]
+    if shape:
+        x[..., listed] *= 60
+    codec = codecs.get("outlier_int4", columns=columns, implementation="torch")
+    state = codec.observe(x)
+    assert isinstance(state, OutlierState)
+    assert len(state.channels) == min(columns, channels)
+    if x.numel() and columns < 3 and channels > 5:
+        assert set(state.channels) == set(listed)
+    packed = codec.encode(x, state)
+    assert packed.nbytes == codec.packed_bytes(shape, x.dtype) == codec.packed_bytes(shape, x.dtype, state)
+    rows = x.numel() // channels if channels else 0
+    plain = codecs.get("group_int4").packed_bytes(shape, x.dtype)
+    assert packed.nbytes == plain + 2 * rows * min(columns, channels)
+    # Without a state encode finds the same channels itself.
+    assert torch.equal(codec.decode(packed), codec.decode(codec.encode(x)))
+
+
+def test_a_state_of_another_number_of_channels_than_reserved_is_refused() -> None:
+    codec = codecs.get("outlier_int4", columns=2, implementation="torch")
+    state = OutlierState.from_channels([3], 64, "cpu")
+    with pytest.raises(UserError, match=r"lists 1 channels, but the codec has columns=2"):
+        codec.encode(torch.randn(4, 64), state)
+    with pytest.raises(UserError, match=r"lists 1 channels, but the codec has columns=2"):
+        codec.packed_bytes((4, 64), torch.float32, state)
+
+
+@pytest.mark.parametrize("columns", [-1, 2**15, True, 1.5, "2"])
+def test_columns_that_are_no_number_of_columns_are_refused(columns: object) -> None:
+    with pytest.raises(UserError, match="it has to be a number from 0 to 32767"):
+        codecs.get("outlier_int4", columns=columns)
+
+
+def test_other_codecs_observe_nothing() -> None:
+    x = torch.randn(4, 64)
+    names = [name for name in codecs.names() if not name.startswith("outlier")]
+    assert [codecs.get(name).observe(x) for name in names] == [None] * 6
+    assert codecs.get("outlier_int4").observe(x) is None
+
+
+@pytest.mark.parametrize(
+    ("channels", "found", "columns"),
+    [
+        (64, 0, 1),
+        (64, 3, 3),
+        (64, 30, 4),
+        (1024, 0, 4),
+        (1024, 7, 7),
+        (1024, 90, 32),
+        (4096, 0, 16),
+        (2, 9, 2),
+        (1, 0, 1),
+    ],
+)
+def test_how_many_columns_are_reserved(channels: int, found: int, columns: int) -> None:
+    assert reserved_columns(channels, found) == columns
+
+
+def test_the_highest_channels_name_the_outliers_that_they_leave_out() -> None:
+    statistics = ChannelStatistics(64, "cpu")
+    sums = torch.ones(64)
+    sums[[5, 40, 41]] = torch.tensor([30.0, 10.0, 20.0])
+    statistics.sums += sums
+    state = statistics.highest(1, threshold=1.0)
+    assert (state.channels, state.left_out) == ((5,), (41, 40))
+    assert statistics.highest(4).channels == (0, 5, 40, 41)
+    assert statistics.highest(4).left_out == ()
