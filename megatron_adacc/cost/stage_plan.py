@@ -35,6 +35,15 @@ class ClassFacts:
     def layer_class(self) -> LayerClass:
         return self.problem.layer_class
 
+    def part(self, places: tuple[int, ...], chunk: int, in_flight: int) -> ClassFacts:
+        """Those layers of the class that lie in one virtual pipeline stage."""
+        where = f"layer {places[0]}" if len(places) == 1 else f"layers {places[0]} to {places[-1]}"
+        layer_class = replace(
+            self.layer_class, name=f"{self.problem.graph.module} ({where})", count=len(places), chunk=chunk,
+            in_flight=in_flight,
+        )  # fmt: skip
+        return replace(self, problem=replace(self.problem, layer_class=layer_class), places=places)
+
     @functools.cached_property
     def kept(self) -> LayerMemory:
         """With everything held."""

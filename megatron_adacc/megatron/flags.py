@@ -1,8 +1,10 @@
 """The --adacc-* flags: one dataclass, turned into an argparse group by Megatron's own factory."""
 
+import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field, fields
 
+from megatron_adacc.cost.limits import Limit
 from megatron_adacc.devices import DEVICES
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import strategies
@@ -16,8 +18,16 @@ class AdaccFlags:
     """What becomes of the activations that backward needs: off (Megatron as it is), full (every layer is
     recomputed), selective (the core attention is recomputed); keep, recompute (all that can be made again bit
     for bit is, dropout masks are stored as bits), compress (each tensor by the codec of its role, lossy) or
-    quantize (INT4 of everything without outlier separation, lossy, to compare with), or the path of a plan
-    file."""
+    quantize (INT4 of everything without outlier separation, lossy, to compare with); auto (what the solver finds
+    fastest within --adacc-limit, from costs measured on this device); or the path of a plan file."""
+
+    adacc_limit: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "LIMIT"}})
+    """For --adacc-plan auto: bytes such as 30GiB for everything on the device, or a share such as 25%% of the
+    activations that the layers hold without a plan. Default: the device's memory less 5 %%."""
+
+    adacc_error_budget: float = field(default=0.0, metadata={"argparse_meta": {"metavar": "ERROR"}})
+    """For --adacc-plan auto: the sum of relative gradient errors that lossy actions may cost where no lossless plan
+    fits. Default: 0, nothing lossy."""
 
     adacc_device: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "choices": list(DEVICES)}})
     """Where to train: cpu or cuda. Default: cuda where a GPU answers, else cpu."""
@@ -50,3 +60,17 @@ def complete(args: Namespace, given: list[str]) -> None:
         for flag in fields(AdaccFlags):
             setattr(args, flag.name, flag.default)
     strategies.get(args.adacc_plan).apply(args)
+    _check_auto(args)
+
+
+def _check_auto(args: Namespace) -> None:
+    """Raises UserError for a limit or error budget that cannot be meant."""
+    if args.adacc_limit is not None:
+        if args.adacc_plan != "auto":
+            raise UserError(
+                f"--adacc-limit is for --adacc-plan auto; --adacc-plan {args.adacc_plan} does not look at a limit: "
+                "leave it out."
+            )
+        Limit.parse(args.adacc_limit)
+    if not 0 <= args.adacc_error_budget < math.inf:
+        raise UserError(f"--adacc-error-budget is {args.adacc_error_budget}, but an error is a number from 0 up.")

@@ -6,10 +6,12 @@ a class made from it (MoE layers among them), builds it instead (patches/core_tr
 """
 
 import functools
+from argparse import Namespace
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_adacc.megatron.auto_setting import setting_of
 from megatron_adacc.megatron.strategies import Strategy
 from megatron_adacc.runtime.attach import Handle, attach
 
@@ -32,9 +34,14 @@ def marked(layer_class: type) -> type:
     return type(f"Adacc{layer_class.__name__}", (AdaccMark, layer_class), {"__module__": __name__})
 
 
-def attach_plan(strategy: Strategy, model: list[torch.nn.Module]) -> Handle | None:
+def attach_plan(strategy: Strategy, model: list[torch.nn.Module], args: Namespace) -> Handle | None:
     """Attach the strategy's plan to all marked layers of this rank's model chunks; None where there is nothing to."""
     if strategy.plan is None:
         return None
-    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, AdaccMark)]
-    return attach(layers, strategy.plan) if layers else None
+    found = [
+        (i, module) for i, chunk in enumerate(model) for module in chunk.modules() if isinstance(module, AdaccMark)
+    ]
+    if not found:
+        return None
+    setting = setting_of(args, [i for i, _ in found]) if strategy.plan == "auto" else None
+    return attach([module for _, module in found], strategy.plan, setting=setting)

@@ -113,7 +113,7 @@ class Observer:
         if self._peak is None:
             from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
-            self._handle = attach_plan(strategies.get(self._args.adacc_plan), model)
+            self._handle = attach_plan(strategies.get(self._args.adacc_plan), model, self._args)
             for chunk in model:
                 layers = {
                     f"layer.{module.layer_number}": module

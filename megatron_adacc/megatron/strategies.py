@@ -124,6 +124,7 @@ STRATEGIES: dict[str, Strategy] = {
         Attached("recompute"),
         Attached("compress"),
         Attached("quantize"),
+        Attached("auto"),
     )
 }
 

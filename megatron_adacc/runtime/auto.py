@@ -47,13 +47,15 @@ class Setting:
     """What auto plans for.
 
     ``limit``: None for what the device has, less a reserve. ``room``: called when the problem is solved, with
-    the device; what the activations share it with. ``in_flight``: of each layer, micro-batches held at the peak.
+    the device; what the activations share it with. ``chunk_of``: by place of a layer, the virtual pipeline stage
+    that it lies in, 0 where it is not named; ``in_flight``: by virtual stage, micro-batches held at the peak.
     ``groups``: process groups, each rank of which trains the same layers and gets the plan of the group's first.
     ``preserve``: a context that puts back what a forward of the layers changes beside torch's default generators."""
 
     limit: Limit | None
     room: Callable[[torch.device], Room]
-    in_flight: Callable[[int], int] = lambda place: 1
+    chunk_of: Sequence[int] = ()
+    in_flight: Sequence[int] = (1,)
     groups: Sequence[dist.ProcessGroup] = ()
     preserve: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     error_budget: float = 0.0
@@ -116,8 +118,7 @@ class Auto:
         offers = bitmask_offers(sample.graph, sample.evidence, self.setting.min_bytes)
         problem = layer_problem(
             sample.graph, sample.evidence, prices, offers,
-            min_bytes=self.setting.min_bytes, count=len(places), in_flight=self.setting.in_flight(places[0]),
-            name=f"{sample.graph.module} of layers {places[0]} to {places[-1]}",
+            min_bytes=self.setting.min_bytes, count=len(places),
         )  # fmt: skip
         step_us = prices.step_us(sample.graph)
         simulator = Simulator(sample.graph, timeline, sample.context)
@@ -141,7 +142,8 @@ class Auto:
     def _solve(self) -> None:
         """Rank 0 of the groups solves, all get its plan or its error."""
         device = next(iter(self._facts.values())).simulator.device
-        facts = [self._facts[c] for c in sorted(self._facts)]
+        facts = [part for c in sorted(self._facts) for part in self._by_chunk(self._facts[c])]
+        facts.sort(key=lambda fact: fact.places[0])
         answer: StagePlan | UserError
         try:
             answer = self._solved(facts, device)
@@ -152,6 +154,14 @@ class Auto:
             raise answer
         self.stage = replace(answer, plan=plan)
         self.generation += 1
+
+    def _by_chunk(self, fact: ClassFacts) -> list[ClassFacts]:
+        """One class a virtual pipeline stage: they differ in how many micro-batches are in flight."""
+        chunk_of, in_flight = self.setting.chunk_of, self.setting.in_flight
+        places: dict[int, list[int]] = {}
+        for place in fact.places:
+            places.setdefault(chunk_of[place] if place < len(chunk_of) else 0, []).append(place)
+        return [fact.part(tuple(found), chunk, in_flight[chunk]) for chunk, found in places.items()]
 
     def _solved(self, facts: Sequence[ClassFacts], device: torch.device) -> StagePlan:
         limit = self.setting.limit or device_limit(device)

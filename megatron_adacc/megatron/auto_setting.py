@@ -1,0 +1,60 @@
+"""What `--adacc-plan auto` plans for: this rank's share of the job, in the words of runtime/auto.py."""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator
+
+import torch
+
+from megatron_adacc.cost.in_flight import heaviest
+from megatron_adacc.cost.limits import Limit
+from megatron_adacc.cost.stage_plan import Room
+from megatron_adacc.megatron.read_job import job_of_args
+from megatron_adacc.runtime.auto import Setting
+
+
+def setting_of(args: Namespace, chunk_of: list[int]) -> Setting:
+    """The setting of this rank. ``chunk_of``: by place of an attached layer, the model chunk that it lies in.
+
+    Raises UserError where the memory model does not know the job's kind of model, and for a limit that cannot be
+    read."""
+    from megatron.core import parallel_state
+
+    job = job_of_args(args)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    alive = heaviest(job.schedule, stage, [chunk_of.count(c) for c in range(job.schedule.chunks)])
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    static_bytes = job.static_bytes(stage, rank).total
+
+    def room(device: torch.device) -> Room:
+        return Room(fixed_bytes=static_bytes)
+
+    return Setting(
+        limit=None if args.adacc_limit is None else Limit.parse(args.adacc_limit),
+        room=room,
+        in_flight=alive,
+        chunk_of=chunk_of,
+        groups=(
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            parallel_state.get_tensor_model_parallel_group(),
+        ),
+        preserve=random_states_put_back,
+        error_budget=args.adacc_error_budget,
+    )
+
+
+@contextlib.contextmanager
+def random_states_put_back() -> Iterator[None]:
+    """Inside, layers may draw from Megatron's tracker of random states; afterwards it is as it was."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    # With CUDA graphs the states are generators, which draws move; else tensors, which draws replace.
+    moved = {name: state.get_state() for name, state in states.items() if isinstance(state, torch.Generator)}
+    try:
+        yield
+    finally:
+        tracker.set_states(states)
+        for name, state in moved.items():
+            states[name].set_state(state)
