@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_adacc.codecs import Codec
 from megatron_adacc.cost.cache import PriceCache
 from megatron_adacc.cost.prices import CodecPrice
+from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.timing import Sample, replayed_groups, time_codec, time_ops, time_step
 from megatron_adacc.graph.groups import GroupName, named_group
 from megatron_adacc.graph.model import LayerGraph, Tagged, View
@@ -38,11 +38,8 @@ class MeasuredPrices:
         self._codecs: dict[str, CodecPrice] = {}
         self._fingerprints: dict[int, tuple[LayerGraph, str]] = {}
 
-    def measure(
-        self, sample: Sample, forward: Callable[[], object] | None = None, wanted: Sequence[Tensor] = (),
-        shared: Shared | None = None,
-    ) -> None:  # fmt: skip
-        """Time the ops of one layer, and its step if ``forward`` runs it (see :func:`.timing.time_step`).
+    def measure(self, sample: Sample, rehearsal: Rehearsal | None = None, shared: Shared | None = None) -> None:
+        """Time the ops of one layer, and its step if there is a rehearsal of its call.
 
         ``shared``: as for :func:`megatron_adacc.graph.verify.verify`; all ranks with which the layer exchanges
         tensors call this together, and measure unless each of them knows the prices."""
@@ -51,7 +48,7 @@ class MeasuredPrices:
         keys = op_keys(graph, sample)
         step_key = f"step {name}"
         ops = self._known(keys.values())
-        step = self._known([step_key]) if forward is not None else {}
+        step = self._known([step_key]) if rehearsal is not None else {}
         complete = ops is not None and step is not None
         if shared is not None:
             everything = graph.saved
@@ -65,8 +62,8 @@ class MeasuredPrices:
         found = time_ops(sample, self._budget_seconds)
         self._ops[name] = found
         prices = {keys[op]: [us] for op, us in found.items()}
-        if forward is not None:
-            step_us = time_step(forward, wanted, self.device, self._budget_seconds, fixed=shared is not None)
+        if rehearsal is not None:
+            step_us = time_step(rehearsal, self.device, self._budget_seconds, fixed=shared is not None)
             self._steps[name] = step_us
             prices[step_key] = [step_us]
         if self._cache is not None:

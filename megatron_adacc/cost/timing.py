@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from megatron_adacc.codecs import Codec
 from megatron_adacc.codecs.bitmask import Bitmask, BitmaskState
 from megatron_adacc.cost.prices import CodecPrice
+from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.recipes import Group, group_recipes
 from megatron_adacc.graph.replay import Context, Replayer
-from megatron_adacc.graph.storages import flatten_tensors
 from megatron_adacc.graph.verify import Evidence, gather
 
 LEAST_ROUNDS = 3
@@ -205,27 +205,19 @@ def _made_up(codec: Codec, size: tuple[int, ...], dtype: torch.dtype, device: to
     return (normal > 0 if isinstance(codec, Bitmask) else normal).to(dtype)
 
 
-def time_step(
-    forward: Callable[[], object], wanted: Sequence[Tensor], device: torch.device, budget_seconds: float = 1.0,
-    fixed: bool = False,
-) -> float:  # fmt: skip
-    """Microseconds of a plain forward and backward.
-
-    Args:
-        forward: runs the layer on its arguments. What it draws from generators of its own, and what it changes
-            besides, is the caller's to put back; torch's own generators are put back here.
-        wanted: the inputs and parameters whose gradients the backward computes; no .grad is changed.
-        fixed: do equally many rounds on all ranks, because the layer has collectives.
-    """
+def time_step(rehearsal: Rehearsal, device: torch.device, budget_seconds: float = 1.0, fixed: bool = False) -> float:
+    """Microseconds of a plain forward and backward of the layer. ``fixed``: do equally many rounds on all ranks,
+    because the layer has collectives."""
 
     def run(clock: Clock) -> None:
         clock.mark()
-        with torch.enable_grad():
-            outputs = [t for _, t in flatten_tensors(forward(), "") if t.requires_grad]
-        torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
-        del outputs
+        # Not the tensor itself: an output that its own node holds would never be freed.
+        call.forward(lambda tensor: tensor.detach(), lambda tensor: tensor).backward()
+        for tensor in call.inputs:
+            tensor.grad = None
         clock.mark()
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with rehearsal.begin() as call:
+        call.drop_parameter_gradients()
         (us,) = rounds_us(run, device, budget_seconds, fixed)
     return us

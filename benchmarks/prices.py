@@ -1,0 +1,166 @@
+"""Predicted against measured: what plans add to a step, and what pricing a layer takes.
+
+    python benchmarks/prices.py [--rounds 15] [--plans 5] [--layers 2] [--hidden 512] [--heads 8] [--sequence 512]
+                                [--batch 4]
+
+The two-layer stack of benchmarks/engine.py, one thread. Plans: keep, recompute, and random ones that keep, recompute
+or (masks) store as bits each saved buffer. Predicted: the prices of the ops that the plan runs again and of its
+codecs, summed over the layers. Measured: the plan's step and the plain step take turns; the median of the
+differences of CPU seconds in a round, which a machine that others use too disturbs least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from engine import GptLayer, Variant
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_adacc import attach, codecs
+from megatron_adacc.cost.measured import MeasuredPrices
+from megatron_adacc.cost.rehearsal import Rehearsal
+from megatron_adacc.cost.timing import Sample
+from megatron_adacc.graph.model import LayerGraph, Origin
+from megatron_adacc.graph.recipes import group_recipes
+from megatron_adacc.graph.replay import base_of, torch_dtype
+from megatron_adacc.graph.serialize import fingerprint
+from megatron_adacc.graph.storages import named_tensors
+from megatron_adacc.graph.tracer import Tracer
+from megatron_adacc.graph.verify import verify
+from megatron_adacc.planner import Action, Compress, LayerPlan, Plan, Recompute
+from megatron_adacc.runtime.traces import context_of
+
+MIN_BYTES = 1024
+
+
+def sample_of(module: nn.Module, x: Tensor) -> Sample:
+    """Trace and verify one call of the layer, and keep what its forward saved."""
+    tracer = Tracer(module, (x,), {})
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        tracer.pack(tensor)
+        packed.append(tensor.detach())
+        return packed[-1]
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), tracer:
+        output = module(x)
+    traced = tracer.finish(output)
+    graph = traced.graph
+    saved: dict[int, Tensor] = {}
+    for entry, tensor in zip(graph.packs, packed, strict=True):
+        saved.setdefault(entry.view.buffer, base_of(tensor, entry.view, graph.buffers[entry.view.buffer]))
+    by_name = {(n.origin, n.name): n.tensor.detach() for n in named_tensors(module)}
+    sources = {b.index: by_name[b.origin, b.name] for b in graph.buffers if (b.origin, b.name) in by_name}
+    sources |= {spec.buffer: x.detach() for spec in graph.inputs}
+    context = context_of(traced)
+    with torch.no_grad():
+        evidence = verify(graph, saved, sources, context, module)
+    return Sample(graph, evidence, saved, sources, context, module)
+
+
+def random_actions(sample: Sample, draw: random.Random) -> tuple[tuple[str, Action], ...]:
+    graph, evidence = sample.graph, sample.evidence
+    actions: list[tuple[str, Action]] = []
+    for buffer in sorted(graph.saved):
+        small = graph.buffers[buffer].nbytes < MIN_BYTES or graph.buffers[buffer].origin != Origin.OP
+        if small or draw.random() < 0.5:
+            continue
+        if buffer in evidence.verified:
+            actions.append((graph.buffers[buffer].site, Recompute()))
+        elif buffer in evidence.two_valued:
+            actions.append((graph.buffers[buffer].site, Compress("bitmask")))
+    return tuple(actions)
+
+
+def predicted_us(sample: Sample, prices: MeasuredPrices, plan: LayerPlan) -> float:
+    """What the plan adds to a step of one layer."""
+    graph = sample.graph
+    actions = {b: a for b in graph.saved for site, a in plan.actions if graph.buffers[b].site == site}
+    dropped = [b for b, a in actions.items() if isinstance(a, Recompute)]
+    groups = group_recipes(graph, set(graph.saved) - set(dropped), dropped)
+    total = 0.0
+    for group in groups:
+        total += sum(prices.op_us(graph, step.op) or 0.0 for step in group.steps)
+    for b, action in actions.items():
+        if isinstance(action, Compress):
+            base = graph.buffers[b].base
+            price = prices.codec(codecs.get(action.codec), base.size, torch_dtype(base.dtype))
+            read_by_groups = sum(b in group.sources for group in groups)
+            total += price.encode_us + price.decode_us * (1 + read_by_groups)
+    return total
+
+
+def plan_of(actions: tuple[tuple[str, Action], ...], graph: LayerGraph, name: str) -> Plan:
+    return Plan((LayerPlan(fingerprint(graph), actions),), name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (
+        ("rounds", 15), ("plans", 5), ("layers", 2), ("hidden", 512), ("heads", 8), ("sequence", 512), ("batch", 4),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    stack = nn.ModuleList(GptLayer(options.hidden, options.heads, options.sequence, 0.1) for _ in range(options.layers))
+    x = torch.randn(options.batch, options.sequence, options.hidden, requires_grad=True)
+    sample = sample_of(stack[0], x)
+    prices = MeasuredPrices(torch.device("cpu"), budget_seconds=1.0)
+    prices.codec(codecs.get("bitmask"), (2, 2**15), torch.float32)  # compiles
+    began = time.perf_counter()
+    prices.measure(sample)
+    ops_seconds = time.perf_counter() - began
+    prices.measure(sample, Rehearsal(stack[0], stack[0].forward, (x,), {}))
+    out = sys.stdout
+    out.write(f"ops timed in {ops_seconds:.2f} s, with the step {time.perf_counter() - began - ops_seconds:.2f} s\n")
+
+    def plain(layer: nn.Module, tensor: Tensor) -> Tensor:
+        result = layer(tensor)
+        assert isinstance(result, Tensor)
+        return result
+
+    draw = random.Random(0)
+    variants: list[Variant] = [Variant("plain", stack, plain)]
+    predictions: dict[str, float] = {}
+    for name in ("keep", "recompute", *(f"random {i}" for i in range(options.plans))):
+        layers = copy.deepcopy(stack)
+        made: Any = name if not name.startswith("random") else plan_of(random_actions(sample, draw), sample.graph, name)
+        variant = Variant(name, layers, plain, attach(layers, made))
+        for _ in range(2):
+            variant.step(x)
+        assert variant.handle is not None
+        began = time.perf_counter()
+        predictions[name] = options.layers * predicted_us(sample, prices, variant.handle.plan.layers[0])
+        variants.append(variant)
+    rows: dict[str, list[float]] = {v.name: [] for v in variants}
+    for _ in range(options.rounds):
+        for variant in variants:
+            rows[variant.name].append(variant.step(x)[0])
+    step = statistics.median(rows["plain"])
+    predicted_step = options.layers * prices.step_us(sample.graph) / 1e6
+    out.write(f"plain step: {step:.3f} s; predicted {predicted_step:.3f} s\n\n")
+    out.write(
+        "| plan | predicted ms | measured ms | quartiles | predicted / measured | % of plain |\n|---|---|---|---|---|---|\n"
+    )
+    for name, predicted in predictions.items():
+        added = [1e3 * (a - b) for a, b in zip(rows[name], rows["plain"], strict=True)]
+        low, middle, high = statistics.quantiles(added, n=4)
+        ratio = f"{predicted / 1e3 / middle:.2f}" if predicted else ""
+        out.write(
+            f"| {name} | {predicted / 1e3:.1f} | {middle:.1f} | {low:.1f} .. {high:.1f} | {ratio} | "
+            f"{100 * middle / 1e3 / step:.1f} |\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
