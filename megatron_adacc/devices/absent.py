@@ -94,12 +94,12 @@ def _replacements(capability: tuple[int, int], memory_bytes: int) -> Iterator[tu
 
 @contextlib.contextmanager
 def absent_cuda(capability: tuple[int, int] = (7, 0), memory_bytes: int = 32 * 2**30) -> Iterator[FakeTensorMode]:
-    """Be as on a CUDA device of this compute capability and memory, with fake tensors.
-
-    Raises RuntimeError where the CPU bridge is installed: it sends 'cuda' to the CPU."""
-    if cpu.is_installed():
-        raise RuntimeError("Fake CUDA tensors cannot be made while the CPU stands for CUDA (devices/cpu.py).")
+    """Be as on a CUDA device of this compute capability and memory, with fake tensors. The CPU bridge, which sends
+    'cuda' to the CPU, is taken away meanwhile."""
     with contextlib.ExitStack() as stack:
+        if cpu.is_installed():
+            cpu.uninstall()
+            stack.callback(cpu.install)
         for owner, name, stand_in in _replacements(capability, memory_bytes):
             if name in vars(owner):
                 stack.callback(setattr, owner, name, vars(owner)[name])
@@ -111,4 +111,3 @@ def absent_cuda(capability: tuple[int, int] = (7, 0), memory_bytes: int = 32 * 2
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.device("cuda"))
         yield mode
-

@@ -192,9 +192,9 @@ def _accumulate(leaf: Tensor, arrived: Gradients) -> None:
     elif sys.getrefcount(gradient) == 2 and _held_once(gradient) and gradient.stride() == leaf.stride():
         leaf.grad = gradient
     else:
-        leaf.grad = torch.empty_strided(
-            leaf.size(), leaf.stride(), dtype=gradient.dtype, device=gradient.device
-        ).copy_(gradient)
+        leaf.grad = torch.empty_strided(leaf.size(), leaf.stride(), dtype=gradient.dtype, device=gradient.device).copy_(
+            gradient
+        )
     del gradient
     for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
         hook(leaf)
@@ -203,12 +203,12 @@ def _accumulate(leaf: Tensor, arrived: Gradients) -> None:
 @contextlib.contextmanager
 def python_engine() -> Iterator[None]:
     """Inside, Tensor.backward() runs :func:`run_backward`."""
-    graph = torch.autograd.graph
-    original = graph._engine_run_backward
-    graph._engine_run_backward = run_backward  # type: ignore[assignment]
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    modules: tuple[Any, ...] = (torch.autograd, torch.autograd.graph)
+    original = torch.autograd.graph._engine_run_backward
+    for module in modules:
+        module._engine_run_backward = run_backward
     try:
         yield
     finally:
-        graph._engine_run_backward = original
-        torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+        for module in modules:
+            module._engine_run_backward = original

@@ -112,7 +112,7 @@ class _OneGenerator(logging.Filter):
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
-def _quiet_missing_libraries() -> None:
+def quiet_missing_libraries() -> None:
     """Megatron warns a dozen times at import that apex and Transformer Engine are missing; `adacc doctor` says it."""
     for message in (".*Apex.*not installed.*", "Apex is not installed.*", ".*transformer-engine.*"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
@@ -147,7 +147,7 @@ def _prepare(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     device = devices.choose(_requested_device(arguments))
     _single_process()
-    _quiet_missing_libraries()
+    quiet_missing_libraries()
     if device == "cpu":
         if not find_compiler().works:
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
