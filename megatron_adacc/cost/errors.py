@@ -36,12 +36,12 @@ from torch import Tensor
 
 from megatron_adacc.codecs import Codec
 from megatron_adacc.cost.layer_problem import MIN_BYTES, Offer, held_anyway, offer
+from megatron_adacc.cost.outliers import lossy_action
 from megatron_adacc.cost.rehearsal import Call, Rehearsal
 from megatron_adacc.cost.timeline import OtherSavesError
 from megatron_adacc.graph.model import FLOAT_DTYPES, LayerGraph, Pack, Role
 from megatron_adacc.graph.replay import Loader, base_of
 from megatron_adacc.graph.verify import Evidence, is_dense
-from megatron_adacc.planner import Compress
 
 LEAST_SHARE = 1e-3
 
@@ -67,7 +67,10 @@ def lossy_choices(graph: LayerGraph, evidence: Evidence, min_bytes: int = MIN_BY
     buffers before small ones: who measures until the time is over has measured what matters most."""
     buffers = [b for b in graph.saved if _may_be_lossy(graph, evidence, b, min_bytes)]
     buffers.sort(key=lambda b: -graph.buffers[b].nbytes)
-    columns = [[offer(graph, b, Compress(name)) for name in LOSSY_CODECS[graph.role(b)]] for b in buffers]
+    columns = [
+        [offer(graph, b, lossy_action(graph, evidence, b, name)) for name in LOSSY_CODECS[graph.role(b)]]
+        for b in buffers
+    ]
     return tuple(one for row in zip_longest(*columns) for one in row if one is not None)
 
 

@@ -21,11 +21,14 @@ class Evidence:
     """What a trace has shown about the saved buffers of its graph.
 
     ``verified``: a replay gave their bits. ``refused``: why a buffer is not offered for recompute.
-    ``two_valued``: buffers with no recipe that hold at most two values, which one bit an element stores."""
+    ``two_valued``: buffers with no recipe that hold at most two values, which one bit an element stores.
+    ``outlier_channels``: in how many of its channels a buffer was far larger than in the others, where there are
+    such (cost/outliers.py)."""
 
     verified: frozenset[int]
     refused: Mapping[int, str] = field(default_factory=dict)
     two_valued: frozenset[int] = frozenset()
+    outlier_channels: Mapping[int, int] = field(default_factory=dict)
 
 
 def bits_equal(a: Tensor, b: Tensor) -> bool:

@@ -291,9 +291,7 @@ def _available_bytes() -> int | None:
 
 def _fates(handle: "Handle") -> tuple["LayerGraph", dict[int, "Fate"]]:
     """The graph of the traced layer, and what becomes of each buffer that autograd saves."""
-    from megatron_adacc import codecs
     from megatron_adacc.graph.picture import Fate, Kind
-    from megatron_adacc.graph.replay import torch_dtype
     from megatron_adacc.planner import Compress, Keep, Recompute
 
     cache = handle._caches[0]
@@ -308,10 +306,9 @@ def _fates(handle: "Handle") -> tuple["LayerGraph", dict[int, "Fate"]]:
         action = Keep() if program is None else program.action(index)
         kind: Kind
         match action:
-            case Compress(codec, options):
-                base = buffer.base
-                kind = "compress"
-                held = codecs.get(codec, **dict(options)).packed_bytes(base.size, torch_dtype(base.dtype))
+            case Compress():
+                assert program is not None
+                kind, held = "compress", program.packed_bytes(index)
             case Recompute():
                 kind, held = "recompute", 0
             case _:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from megatron_adacc.cost.layer_problem import held_anyway
 from megatron_adacc.cost.measured import Shared
+from megatron_adacc.cost.outliers import lossy_action
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.timing import Sample
 from megatron_adacc.errors import UserError
@@ -123,7 +124,7 @@ class CompressAll(FixedPolicy):
                 actions.append((found.site, Recompute()))
                 held.discard(buffer)
             elif role in CODEC_OF_ROLE and found.base.dtype in CODEC_DTYPES:
-                actions.append((found.site, Compress(CODEC_OF_ROLE[role])))
+                actions.append((found.site, lossy_action(graph, evidence, buffer, CODEC_OF_ROLE[role])))
         return LayerPlan(fingerprint(graph), tuple(actions))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_adacc import codecs
-from megatron_adacc.codecs import Codec
+from megatron_adacc.codecs import Codec, State
 from megatron_adacc.codecs.bitmask import BitmaskState
 from megatron_adacc.graph.model import Buffer, LayerGraph, Origin, Pack
 from megatron_adacc.graph.recipes import Group, group_recipes
@@ -119,11 +119,20 @@ class EncodeEntry(Entry):
         index = self.buffer.index
         packing = stash.packings.get(index)
         if packing is None:
-            packed = self.codec.encode(base_of(tensor.detach(), self.view, self.buffer), self.state)
+            base = base_of(tensor.detach(), self.view, self.buffer)
+            packed = self.codec.encode(base, self.state if self.state is not None else self._observed(stash, base))
             packing = stash.packings[index] = Packing(stash, self.codec, packed)
             if self.is_source:
                 stash.sources[index] = packing
         return Encoded(packing, version_watch(tensor), self.index, self.loader, self.site)
+
+    def _observed(self, stash: Stash, base: Tensor) -> State | None:
+        states = stash.program.states(stash.module)
+        try:
+            return states[self.buffer.index]
+        except KeyError:
+            state = states[self.buffer.index] = self.codec.observe(base)
+            return state
 
 
 @dataclass(frozen=True)
@@ -176,6 +185,7 @@ class Program:
         wanted = sorted(packed_weights | set(self.weight_sources))
         self._weight_names = tuple((b, graph.buffers[b].name) for b in wanted if b not in constants.tensors)
         self._places: WeakKeyDictionary[nn.Module, list[tuple[int, nn.Module, str]]] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[nn.Module, dict[int, State | None]] = WeakKeyDictionary()
         self._sources = frozenset(sources)
         self.entries = tuple(self._entry(pack) for pack in graph.packs)
         self._again: dict[tuple[int, frozenset[int]], Replayer] = {}
@@ -218,6 +228,22 @@ class Program:
 
     def action(self, buffer: int) -> Action:
         return self._actions.get(buffer, Keep())
+
+    def states(self, module: nn.Module) -> dict[int, State | None]:
+        """What the codecs know about the buffers of this layer (its outlier channels), by buffer. An encode that finds
+        nothing here observes its tensor first, which waits for the device: in a layer's first forward, then never."""
+        found = self._states.get(module)
+        if found is None:
+            found = self._states[module] = {}
+        return found
+
+    def packed_bytes(self, buffer: int) -> int:
+        """Bytes in which the plan holds a buffer that it compresses, in any layer; 0 for one that it does not."""
+        match self._actions.get(buffer):
+            case Compress(codec, options):
+                base = self.graph.buffers[buffer].base
+                return codecs.get(codec, **dict(options)).packed_bytes(base.size, torch_dtype(base.dtype))
+        return 0
 
     def site(self, buffer: int) -> str:
         return self.graph.buffers[buffer].site

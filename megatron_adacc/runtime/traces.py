@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from megatron_adacc.cost.outliers import outlier_channels
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.timing import Sample
 from megatron_adacc.errors import UserError
@@ -181,6 +182,7 @@ class TraceCache:
         devices = [context.device] if context.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             evidence = verify(traced.graph, saved, bases, context, module, shared)
+        evidence = _with_outliers(evidence, traced.graph, saved, trace.evidence)
         if settled:
             sample = Sample(traced.graph, evidence, saved, bases, context, module)
             self._policy.settle(self._layers, sample, rehearsal, shared)
@@ -203,6 +205,16 @@ class TraceCache:
                     "kept as autograd would.", traced.graph.module,
                 )  # fmt: skip
         return program
+
+
+def _with_outliers(
+    evidence: Evidence, graph: LayerGraph, saved: Mapping[int, Tensor], earlier: Evidence | None
+) -> Evidence:
+    """The evidence with the most outlier channels that this trace or the one before it showed of each buffer."""
+    found = outlier_channels(graph, saved)
+    for buffer, number in (earlier.outlier_channels if earlier is not None else {}).items():
+        found[buffer] = max(number, found.get(buffer, 0))
+    return replace(evidence, outlier_channels=found)
 
 
 def context_of(traced: Traced) -> Context:
