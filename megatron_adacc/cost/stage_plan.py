@@ -23,13 +23,15 @@ from megatron_adacc.planner.solution import Solution
 @dataclass(frozen=True)
 class ClassFacts:
     """One layer class on this stage. ``places``: which layers are of it, in the order of execution; times are of
-    one layer and one micro-batch, without a plan."""
+    one layer and one micro-batch, without a plan; ``gradient_bytes``: what a layer's backward leaves behind, beside
+    what the timeline has, when the layers before it run theirs."""
 
     problem: LayerProblem
     simulator: Simulator
     places: tuple[int, ...]
     forward_us: float
     step_us: float
+    gradient_bytes: int = 0
 
     @property
     def layer_class(self) -> LayerClass:
@@ -124,8 +126,11 @@ def plan_stage(
     whole = limit.total_bytes is not None
     shared = _shared(facts)
     flights = max((f.layer_class.in_flight for f in facts), default=1)
+    # While a layer runs, at most all others have left their gradients.
+    gradients = sum(len(f.places) * f.gradient_bytes for f in facts)
+    gradients -= min((f.gradient_bytes for f in facts), default=0)
     if limit.total_bytes is not None:
-        limit_bytes, fixed = limit.total_bytes, room.fixed_bytes + flights * shared
+        limit_bytes, fixed = limit.total_bytes, room.fixed_bytes + flights * shared + gradients
         classes = tuple(f.layer_class for f in facts)
     else:
         assert limit.share is not None
@@ -236,6 +241,7 @@ def _prediction(
     for _, i, memory in sorted(zip(positions, indices, memories, strict=True), key=lambda row: row[0], reverse=True):
         chunk = classes[i].chunk
         peak = max(peak, everything - freed.get(chunk, 0) + memory.extra)
+        everything += facts[i].gradient_bytes
         freed[chunk] = freed.get(chunk, 0) + memory.held
     plain = sum(facts[i].step_us for i in indices) + room.other_us
     return Prediction(name, held + shared, peak, plain + added_us)

@@ -101,7 +101,6 @@ def _check(graph: LayerGraph, recording: _Recording) -> None:
 
 
 def _run(graph: LayerGraph, call: Call, hold: bool) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    call.drop_parameter_gradients()
     live = LiveBytes([*call.inputs, *call.parameters])
     recording = _Recording(live, hold)
     with live:
@@ -118,13 +117,18 @@ def _run(graph: LayerGraph, call: Call, hold: bool) -> tuple[tuple[Interval, ...
     return forward, backward
 
 
-def record(graph: LayerGraph, rehearsal: Rehearsal) -> Timeline:
+def record(graph: LayerGraph, rehearsal: Rehearsal, gradients_stay: bool = False) -> Timeline:
     """Run the layer twice forward and once backward.
+
+    ``gradients_stay``: parameter gradients made in the backward live on and are part of the base; without it each
+    is taken to go, when it is complete, into memory that was there before.
 
     Raises OtherSavesError where the layer then saves other tensors than its graph says."""
     with rehearsal.begin() as call:
         natural, _ = _run(graph, call, hold=False)
     with rehearsal.begin() as call:
+        if not gradients_stay:
+            call.drop_parameter_gradients()
         forward, backward = _run(graph, call, hold=True)
     return Timeline(natural, forward, _without_saved(graph, backward))
 

@@ -38,6 +38,7 @@ def setting_of(args: Namespace, chunk_of: list[int]) -> Setting:
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             parallel_state.get_tensor_model_parallel_group(),
         ),
+        main_gradients=True,
         preserve=random_states_put_back,
         error_budget=args.adacc_error_budget,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -75,7 +74,7 @@ def attach(
     if plan == "auto":
         if setting is None:
             read = None if limit is None else Limit.parse(limit)
-            setting = Setting(read, partial(room_of, modules), error_budget=error_budget, min_bytes=min_bytes)
+            setting = Setting(read, room_on, error_budget=error_budget, min_bytes=min_bytes)
         policy = Auto(setting, tuple(tuple(members) for members in classes.values()))
     elif limit is not None:
         raise UserError(f"A limit is for the plan 'auto'; the plan {str(plan)!r} does not look at one: leave it out.")
@@ -92,13 +91,9 @@ def attach(
     return Handle([f.install() for f in forwards], list(caches.values()), stashes, policy)
 
 
-def room_of(modules: Sequence[nn.Module], device: torch.device) -> Room:
-    """What the activations of ``modules`` share the device with, when nothing else is known: what is allocated
-    now, on a GPU, and the gradients that the backward will make."""
-    parameters = {id(p): p for m in modules for p in m.parameters() if p.requires_grad and p.grad is None}
-    gradients = sum(p.numel() * p.element_size() for p in parameters.values())
-    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    return Room(fixed_bytes=allocated + gradients)
+def room_on(device: torch.device) -> Room:
+    """What activations share the device with, when nothing else is known: what is allocated now, on a GPU."""
+    return Room(fixed_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
 
 
 def _modules(layers: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_adacc.cost.cache import PriceCache
 from megatron_adacc.cost.layer_problem import bitmask_offers, layer_problem
@@ -50,7 +51,8 @@ class Setting:
     the device; what the activations share it with. ``chunk_of``: by place of a layer, the virtual pipeline stage
     that it lies in, 0 where it is not named; ``in_flight``: by virtual stage, micro-batches held at the peak.
     ``groups``: process groups, each rank of which trains the same layers and gets the plan of the group's first.
-    ``preserve``: a context that puts back what a forward of the layers changes beside torch's default generators."""
+    ``preserve``: a context that puts back what a forward of the layers changes beside torch's default generators.
+    ``main_gradients``: parameter gradients are added to memory that is in the room already, as Megatron's are."""
 
     limit: Limit | None
     room: Callable[[torch.device], Room]
@@ -58,6 +60,7 @@ class Setting:
     in_flight: Sequence[int] = (1,)
     groups: Sequence[dist.ProcessGroup] = ()
     preserve: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    main_gradients: bool = False
     error_budget: float = 0.0
     min_bytes: int = 1024
 
@@ -112,7 +115,8 @@ class Auto:
         self, places: tuple[int, ...], sample: Sample, rehearsal: Rehearsal, shared: Shared | None
     ) -> ClassFacts:
         with self.setting.preserve():
-            timeline = self._rehearsed(sample, rehearsal)
+            gradients = 0 if self.setting.main_gradients else gradient_bytes(sample.module)
+            timeline = self._rehearsed(sample, rehearsal, gradients > 0)
             prices = self._prices(sample.context.device)
             prices.measure(sample, rehearsal, shared)
         offers = bitmask_offers(sample.graph, sample.evidence, self.setting.min_bytes)
@@ -122,7 +126,7 @@ class Auto:
         )  # fmt: skip
         step_us = prices.step_us(sample.graph)
         simulator = Simulator(sample.graph, timeline, sample.context)
-        return ClassFacts(problem, simulator, places, step_us / 3, step_us)
+        return ClassFacts(problem, simulator, places, step_us / 3, step_us, gradients)
 
     def _prices(self, device: torch.device) -> MeasuredPrices:
         if self._measured is None:
@@ -130,9 +134,9 @@ class Auto:
         return self._measured
 
     @staticmethod
-    def _rehearsed(sample: Sample, rehearsal: Rehearsal) -> Timeline:
+    def _rehearsed(sample: Sample, rehearsal: Rehearsal, gradients_stay: bool) -> Timeline:
         try:
-            return record(sample.graph, rehearsal)
+            return record(sample.graph, rehearsal, gradients_stay)
         except OtherSavesError as error:
             raise UserError(
                 f"The plan 'auto' runs a layer again to see what its backward needs, and {sample.graph.module} "
@@ -199,6 +203,11 @@ def _fitting(plan: LayerPlan, graph: LayerGraph, evidence: Evidence, sites: Mapp
     except ValueError:
         return None
     return LayerPlan(fingerprint(graph), actions, plan.layer)
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of the gradients that a backward will make and leave."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad and p.grad is None)
 
 
 def device_limit(device: torch.device) -> Limit:
