@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_adacc.codecs import Codec
+from megatron_adacc.codecs import Codec, State
 from megatron_adacc.codecs.bitmask import Bitmask, BitmaskState
 from megatron_adacc.cost.prices import CodecPrice
 from megatron_adacc.cost.rehearsal import Rehearsal
@@ -166,17 +166,18 @@ def time_codec(
     larger than 2**23 elements is timed by a part of it and scaled."""
     timed = _part(tuple(size), codec.channel_axis)
     scale = math.prod(size) / max(1, math.prod(timed))
-    state = BitmaskState.on(device) if isinstance(codec, Bitmask) and device.type == "cuda" else None
+    state: State | None = BitmaskState.on(device) if isinstance(codec, Bitmask) and device.type == "cuda" else None
     codec.warm_up(dtype, device, state, timed)
     if content is None:
         content = _made_up(codec, timed, dtype, device)
     elif timed != tuple(size):
         content = content.reshape(tuple(size))[tuple(slice(n) for n in timed)].contiguous()
+    state = codec.observe(content) if state is None else state  # known beforehand, as in the training
     encode_us, decode_us = rounds_us(partial(_transcode, codec, content, state), device, budget_seconds, False)
     return CodecPrice(encode_us * scale, decode_us * scale)
 
 
-def _transcode(codec: Codec, content: Tensor, state: BitmaskState | None, clock: Clock) -> None:
+def _transcode(codec: Codec, content: Tensor, state: State | None, clock: Clock) -> None:
     clock.mark()
     packed = codec.encode(content, state)
     clock.mark()
