@@ -20,7 +20,12 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Where the packages lie in the tree -> where they are installed.
-SOURCES = {"megatron_adacc": "megatron_adacc", "kernels": "megatron_adacc/kernels", "patches": "megatron_adacc/patches"}
+SOURCES = {
+    "megatron_adacc": "megatron_adacc",
+    "configs": "megatron_adacc/configs",
+    "kernels": "megatron_adacc/kernels",
+    "patches": "megatron_adacc/patches",
+}
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
 
 
@@ -36,7 +41,8 @@ def installed_sources() -> set[str]:
     return {
         str(installed / path.relative_to(ROOT / source))
         for source, installed in ((source, Path(target)) for source, target in SOURCES.items())
-        for path in (ROOT / source).rglob("*.py")
+        for pattern in ("*.py", "*.yaml")
+        for path in (ROOT / source).rglob(pattern)
     }
 
 
@@ -133,8 +139,9 @@ def test_importing_imports_neither_torch_triton_ortools_nor_megatron(module, tmp
 @pytest.mark.parametrize("in_checkout", [True, False])
 def test_the_editable_install_finds_the_folders_of_the_checkout(in_checkout, tmp_path):
     code = (
-        "import megatron_adacc, megatron_adacc.kernels, megatron_adacc.patches\n"
-        "for module in (megatron_adacc, megatron_adacc.kernels, megatron_adacc.patches): print(module.__file__)"
+        "import megatron_adacc\n"
+        "from megatron_adacc import configs, kernels, patches\n"
+        "for module in (megatron_adacc, configs, kernels, patches): print(module.__file__)"
     )
     assert run_python(code, ROOT if in_checkout else tmp_path) == [
         str(ROOT / folder / "__init__.py") for folder in SOURCES
@@ -187,8 +194,9 @@ def wheel_venv(wheel, tmp_path_factory) -> Path:
 
 def test_the_wheel_works_where_there_is_no_checkout(wheel_venv, tmp_path):
     code = (
-        "import importlib.util, megatron_adacc, megatron_adacc.kernels, megatron_adacc.patches\n"
-        "for module in (megatron_adacc, megatron_adacc.kernels, megatron_adacc.patches): print(module.__file__)\n"
+        "import importlib.util, megatron_adacc\n"
+        "from megatron_adacc import configs, kernels, patches\n"
+        "for module in (megatron_adacc, configs, kernels, patches): print(module.__file__)\n"
         "print(importlib.util.find_spec('kernels'), importlib.util.find_spec('patches'))"
     )
     *files, strays = run_python(code, tmp_path, wheel_venv / "bin" / "python")
@@ -231,6 +239,7 @@ ARROWS: dict[str, set[str]] = {
     "planner": set(),
     "graph": set(),
     "devices": set(),
+    "configs": set(),  # YAML
     "patches": set(),
     "codecs": {"kernels"},  # two halves of one thing: a codec loads its kernel by name, and the
     "kernels": {"codecs"},  # kernel's launcher knows the codec's parameters

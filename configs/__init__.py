@@ -1,0 +1,1 @@
+"""Presets as YAML, installed as megatron_adacc.configs: models as Megatron's flags, and the device table."""
