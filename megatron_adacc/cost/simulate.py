@@ -61,6 +61,8 @@ class Simulator:
         self._graph = graph
         self._timeline = timeline
         self._context = context
+        # Saved by a branch that no output depends on: it is let go of when the forward returns.
+        self._dead = frozenset(i.index for i in timeline.forward if i.event == "release") if timeline else frozenset()
         self._inputs = {graph.buffers[s.buffer].storage: s.requires_grad for s in graph.inputs}
 
     @property
@@ -86,10 +88,12 @@ class Simulator:
     def _held(self, fates: Fates, groups: tuple[Group, ...]) -> tuple[int, int]:
         own: dict[int, int] = {}
         shared: dict[int, int] = {}
-        packed = sum(fates.packed.values())
-        kept = [b for b in _kept_packs(self._graph) if b not in fates.packed and b not in fates.dropped]
-        sources = [b for group in groups for b in group.sources if self._graph.buffers[b].origin == Origin.INPUT]
-        for index in (*kept, *sources):
+        live = _live_buffers(self._graph, self._dead)
+        sources = {b for group in groups if any(t in live for t in group.targets) for b in group.sources}
+        sources = {b for b in sources if self._graph.buffers[b].origin not in WEIGHTS}
+        packed = sum(size for b, size in fates.packed.items() if b in live or b in sources)
+        kept = [b for b in (*live, *sources) if b not in fates.packed and b not in fates.dropped]
+        for index in kept:
             buffer = self._graph.buffers[index]
             table = own if self._inputs.get(buffer.storage, True) else shared
             table[buffer.storage] = buffer.nbytes
@@ -118,10 +122,11 @@ class Simulator:
         return highest
 
 
-def _kept_packs(graph: LayerGraph) -> list[int]:
-    """Buffers that a handle holds when nothing else is decided, weights not among them."""
+def _live_buffers(graph: LayerGraph, dead: frozenset[int]) -> dict[int, None]:
+    """Buffers that some handle stands for after the forward, parameters and module buffers not among them."""
     skipped = (Origin.PARAMETER, Origin.MODULE_BUFFER)
-    return list(dict.fromkeys(p.view.buffer for p in graph.packs if graph.buffers[p.view.buffer].origin not in skipped))
+    found = (p.view.buffer for p in graph.packs if p.index not in dead)
+    return dict.fromkeys(b for b in found if graph.buffers[b].origin not in skipped)
 
 
 class _Rebuild:
@@ -151,7 +156,10 @@ class _Backward:
         packed = frozenset(fates.packed)
         self._rebuilds = [_Rebuild(graph, group, context, packed) for group in groups]
         self._rebuild_of = {b: r for r in self._rebuilds for b in r.group.targets}
-        self._buffer_of = {p.index: p.view.buffer for p in graph.packs if graph.is_activation(p.view.buffer)}
+        dead = {i.index for i in timeline.forward if i.event == "release"}
+        self._buffer_of = {
+            p.index: p.view.buffer for p in graph.packs if graph.is_activation(p.view.buffer) and p.index not in dead
+        }
         self._handles: dict[int, set[int]] = {}
         for index, buffer in self._buffer_of.items():
             self._handles.setdefault(buffer, set()).add(index)

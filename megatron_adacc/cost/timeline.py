@@ -130,12 +130,17 @@ def record(graph: LayerGraph, rehearsal: Rehearsal, gradients_stay: bool = False
         if not gradients_stay:
             call.drop_parameter_gradients()
         forward, backward = _run(graph, call, hold=True)
-    return Timeline(natural, forward, _without_saved(graph, backward))
+    return Timeline(natural, forward, _without_saved(graph, forward, backward))
 
 
-def _without_saved(graph: LayerGraph, intervals: tuple[Interval, ...]) -> tuple[Interval, ...]:
+def _without_saved(
+    graph: LayerGraph, forward: tuple[Interval, ...], intervals: tuple[Interval, ...]
+) -> tuple[Interval, ...]:
+    gone = {i.index for i in forward if i.event == "release"}
     storage_of = {
-        p.index: graph.buffers[p.view.buffer].storage for p in graph.packs if graph.is_activation(p.view.buffer)
+        p.index: graph.buffers[p.view.buffer].storage
+        for p in graph.packs
+        if graph.is_activation(p.view.buffer) and p.index not in gone
     }
     inputs = {graph.buffers[spec.buffer].storage for spec in graph.inputs}
     size_of = {b.storage: b.nbytes for b in graph.buffers if b.storage not in inputs}
