@@ -5,7 +5,7 @@ once exactly, and once for each way of holding a buffer, with the same random gr
 that buffer's saved tensors come from decode(encode(x)). With g_t the exact gradients, one tensor t for each trained
 parameter and for each input that takes a gradient, and G_t the inexact ones,
 
-    e = sqrt( mean over t of ( |G_t - g_t| / max(|g_t|, floor_t) )^2 )         Euclidean norms
+    e = sqrt( mean over t of ( |G_t - g_t| / |g_t| )^2 )         Euclidean norms
 
 that is |G - g| / |g| of all gradients as one vector, once each tensor is scaled to norm 1. Each counts alike, as it
 does for an optimizer that scales each parameter's step by its own gradient (Adam): in a plain |G - g| / |g| the large
@@ -13,19 +13,22 @@ matrices would hide the norms' weights, and one input the parameters. e is a nor
 is to first order at most the sum of its buffers' e, and about the root of the sum of their squares where their
 rounding errors are independent.
 
-floor_t keeps a gradient that is zero but for rounding (the bias of a key projection: softmax does not see it) from
-counting as large: its elements are taken for at least LEAST_SHARE of the root mean square over the elements of all
-parameter gradients; for an input, of all input gradients.
+Not counted is a gradient that is zero but for rounding, such as that of a key projection's bias, which softmax does
+not see: its error would be large and mean nothing. Such are those whose elements, as root of the mean square, are
+below ROUNDING eps of that over the gradients of all parameters (for an input: of all inputs), with the eps of the
+coarsest float dtype in the layer; measured in an attention layer: at most 2 eps.
 
 Only the direct error is measured. In a plan in which other buffers are recomputed from a lossy one, its error spreads
-to them; runtime's Handle.gradient_errors() measures a plan as a whole.
+to them; runtime/plan_error.py measures e for one layer under its whole plan, Handle.gradient_errors() each parameter's
+error in a whole model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import MappingProxyType
@@ -39,11 +42,13 @@ from megatron_adacc.cost.layer_problem import MIN_BYTES, Offer, held_anyway, off
 from megatron_adacc.cost.outliers import lossy_action
 from megatron_adacc.cost.rehearsal import Call, Rehearsal
 from megatron_adacc.cost.timeline import OtherSavesError
-from megatron_adacc.graph.model import FLOAT_DTYPES, LayerGraph, Pack, Role
-from megatron_adacc.graph.replay import Loader, base_of
+from megatron_adacc.graph.model import FLOAT_DTYPES, LayerGraph, Role
+from megatron_adacc.graph.replay import Loader, base_of, torch_dtype
 from megatron_adacc.graph.verify import Evidence, is_dense
 
-LEAST_SHARE = 1e-3
+ROUNDING = 8.0
+
+Gradients = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]  # of parameters, and of inputs
 
 # By role, the one that attach(plan="compress") takes first. Statistics are small and enter everything; masks have a
 # lossless codec.
@@ -99,15 +104,29 @@ def gradient_errors(
     start = time.perf_counter()
     found: dict[tuple[int, str], float] = {}
     with rehearsal.begin() as call:
-        layer = _Layer(graph, call)
-        exact = _Exact.of(layer.gradients({}))
+        leaves = _Leaves(call)
+        saved = _SavedTensors(graph)
+        loss = call.forward(saved.pack, saved.unpack)
+        saved.check()
+        exact = _Exact.of(leaves.gradients(loss), graph)
         for choice in choices:
             if time.perf_counter() - start >= seconds:
                 break
-            error = exact.error_of(layer.gradients({choice.buffer: choice.codec}))
+            with saved.lossy(choice.buffer, choice.codec):
+                error = exact.error_of(leaves.gradients(loss))
             if math.isfinite(error):
                 found[choice.buffer, choice.label] = error
     return found
+
+
+def error_beside_exact(graph: LayerGraph, rehearsal: Rehearsal, inexact: Callable[[Call], Tensor]) -> float:
+    """e of the module's formula for a whole call: ``inexact`` runs ``call.forward`` under hooks of its own, with the
+    random numbers and the gradient of the outputs that the exact run has. Infinite where a gradient is not finite."""
+    with rehearsal.begin() as call:
+        exact = _Exact.of(_Leaves(call).gradients(call.forward(Tensor.detach, lambda tensor: tensor)), graph)
+    with rehearsal.begin() as call:
+        leaves = _Leaves(call)
+        return exact.error_of(leaves.gradients(inexact(call)))
 
 
 @dataclass(frozen=True)
@@ -118,98 +137,116 @@ class _Saved:
     tensor: Tensor
 
 
-class _Layer:
-    """One forward of the layer, and its backward as often as it is asked for."""
+class _SavedTensors:
+    """Hooks that hold what the layer saves, and give one buffer back as a codec would."""
 
-    def __init__(self, graph: LayerGraph, call: Call) -> None:
+    def __init__(self, graph: LayerGraph) -> None:
         self._graph = graph
-        self._trained = [p for p in call.parameters if p.requires_grad]
-        self._inputs = [t for t in call.inputs if t.requires_grad]
-        # Megatron's fused weight gradient is added there and comes as no .grad.
-        self._main: list[Any] = [p for p in self._trained if isinstance(getattr(p, "main_grad", None), Tensor)]
-        for parameter in self._main:
-            parameter.main_grad = torch.zeros_like(parameter.main_grad)
         self._saved: list[_Saved] = []
         self._lossy: dict[int, Tensor] = {}
-        self._loss = call.forward(self._pack, self._unpack)
-        self._devices = {t.device for t in (*call.inputs, *call.parameters) if t.device.type == "cuda"}
-        if len(self._saved) != len(graph.packs):
-            raise OtherSavesError(f"a rehearsal saved {len(self._saved)} tensors, its trace {len(graph.packs)}")
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def pack(self, tensor: Tensor) -> _Saved:
         index = len(self._saved)
-        view = self._graph.packs[index].view if index < len(self._graph.packs) else None
-        if view is None or tuple(tensor.shape) != view.size:
-            raise OtherSavesError(f"a rehearsal saved a tensor of shape {tuple(tensor.shape)} as number {index}")
+        if index >= len(self._graph.packs) or tuple(tensor.shape) != self._graph.packs[index].view.size:
+            raise OtherSavesError(
+                f"a rehearsal saved a tensor of shape {tuple(tensor.shape)} as number {index}, its trace another"
+            )
         self._saved.append(_Saved(index, tensor.detach()))
         return self._saved[-1]
 
-    def _unpack(self, saved: _Saved) -> Tensor:
+    def unpack(self, saved: _Saved) -> Tensor:
         view = self._graph.packs[saved.index].view
         lossy = self._lossy.get(view.buffer)
         return saved.tensor if lossy is None else Loader.of(view, self._graph.buffers[view.buffer]).of_tensor(lossy)
 
-    def _decoded(self, buffer: int, codec: Codec) -> Tensor:
-        pack: Pack = self._graph.packs[self._graph.packs_of(buffer)[0]]
-        base = base_of(self._saved[pack.index].tensor, pack.view, self._graph.buffers[buffer])
-        return codec.decode(codec.encode(base))
+    def check(self) -> None:
+        if len(self._saved) != len(self._graph.packs):
+            raise OtherSavesError(f"a rehearsal saved {len(self._saved)} tensors, its trace {len(self._graph.packs)}")
 
-    def gradients(self, codecs: Mapping[int, Codec]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of the parameters and of the inputs with these buffers held by these codecs."""
-        self._lossy = {buffer: self._decoded(buffer, codec) for buffer, codec in codecs.items()}
-        for leaf in (*self._trained, *self._inputs):
-            leaf.grad = None
-        for parameter in self._main:
-            parameter.main_grad.zero_()
+    @contextlib.contextmanager
+    def lossy(self, buffer: int, codec: Codec) -> Iterator[None]:
+        """Inside, unpack gives this buffer decoded."""
+        pack = self._graph.packs[self._graph.packs_of(buffer)[0]]
+        base = base_of(self._saved[pack.index].tensor, pack.view, self._graph.buffers[buffer])
+        self._lossy = {buffer: codec.decode(codec.encode(base, codec.observe(base)))}
+        try:
+            yield
+        finally:
+            self._lossy = {}
+
+
+class _Leaves:
+    """Where the gradients of a call arrive: its trained parameters and its differentiable inputs."""
+
+    def __init__(self, call: Call) -> None:
+        self._trained = [p for p in call.parameters if p.requires_grad]
+        self._inputs = [t for t in call.inputs if t.requires_grad]
+        # Megatron's fused weight gradient is added to main_grad; .grad is missing then, or means nothing.
+        self._fused: list[Any] = [p for p in self._trained if isinstance(getattr(p, "main_grad", None), Tensor)]
+        for parameter in self._fused:
+            parameter.main_grad = torch.zeros_like(parameter.main_grad)
+        self._devices = {t.device for t in (*call.inputs, *call.parameters) if t.device.type == "cuda"}
+
+    def gradients(self, loss: Tensor) -> Gradients:
+        """Run the backward; it can be run again."""
+        self._clear()
         # The gradients of the outputs are drawn in the backward: each pass draws the same.
         with torch.random.fork_rng([d.index or 0 for d in self._devices]):
-            self._loss.backward(retain_graph=True)
-        self._lossy = {}
-        parameters = [p.grad for p in self._trained] + [p.main_grad.clone() for p in self._main]
-        inputs = [t.grad for t in self._inputs]
+            loss.backward(retain_graph=True)
+        found = [self._gradient(p) for p in self._trained], [t.grad for t in self._inputs]
+        self._clear()
+        return found
+
+    def _gradient(self, parameter: Any) -> Tensor | None:
+        fused = parameter.grad is None or getattr(parameter, "grad_added_to_main_grad", False)
+        if fused and any(parameter is p for p in self._fused):
+            return parameter.main_grad.clone()
+        return parameter.grad
+
+    def _clear(self) -> None:
         for leaf in (*self._trained, *self._inputs):
             leaf.grad = None
-        return parameters, inputs
-
-
-Gradients = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
+        for parameter in self._fused:
+            parameter.main_grad.zero_()
+            parameter.grad_added_to_main_grad = False
 
 
 @dataclass(frozen=True)
 class _Exact:
-    """Exact gradients that are not all zero, and what the error of each is divided by."""
+    """The exact gradients that count, and their norms."""
 
     kept: tuple[tuple[int, int], ...]  # parameters or inputs, and place among them
     gradients: tuple[Tensor, ...]
-    sizes: tuple[float, ...]
+    norms: tuple[float, ...]
 
     @staticmethod
-    def of(gradients: Gradients) -> _Exact:
-        kept, found, sizes = [], [], []
+    def of(gradients: Gradients, graph: LayerGraph) -> _Exact:
+        dtypes = {torch_dtype(b.base.dtype) for b in graph.buffers if b.base.dtype in FLOAT_DTYPES}
+        noise = ROUNDING * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        kept, found, norms = [], [], []
         for kind, several in enumerate(gradients):
             present = [(i, g) for i, g in enumerate(several) if g is not None and g.numel()]
-            norms = _norms([g for _, g in present])
+            sizes = _norms([g for _, g in present])
             elements = sum(g.numel() for _, g in present)
-            floor = LEAST_SHARE * math.sqrt(sum(n * n for n in norms) / elements) if elements else 0.0
-            for (place, gradient), norm in zip(present, norms, strict=True):
-                size = max(norm, floor * math.sqrt(gradient.numel()))
-                if size > 0:
+            typical = math.sqrt(sum(n * n for n in sizes) / elements) if elements else 0.0
+            for (place, gradient), norm in zip(present, sizes, strict=True):
+                if not norm <= noise * typical * math.sqrt(gradient.numel()):
                     kept.append((kind, place))
                     found.append(gradient)
-                    sizes.append(size)
-        return _Exact(tuple(kept), tuple(found), tuple(sizes))
+                    norms.append(norm)
+        return _Exact(tuple(kept), tuple(found), tuple(norms))
 
     def error_of(self, gradients: Gradients) -> float:
-        """e of the module's formula; infinite where a gradient is missing, NaN where one is not finite."""
+        """e of the module's formula; infinite where a gradient is missing or not finite."""
         measured = [gradients[kind][place] for kind, place in self.kept]
         if not measured:
             return 0.0
-        if any(m is None for m in measured):
+        if any(m is None for m in measured) or not all(map(math.isfinite, self.norms)):
             return math.inf
         differences = [m.float() - g.float() for m, g in zip(measured, self.gradients, strict=True) if m is not None]
-        norms = _norms(differences)
-        squares = [(n / size) ** 2 for n, size in zip(norms, self.sizes, strict=True)]
-        return math.sqrt(sum(squares) / len(squares))
+        squares = [(d / norm) ** 2 for d, norm in zip(_norms(differences), self.norms, strict=True)]
+        error = math.sqrt(sum(squares) / len(squares))
+        return error if math.isfinite(error) else math.inf
 
 
 def _norms(tensors: Collection[Tensor]) -> list[float]:
