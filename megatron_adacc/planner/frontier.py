@@ -22,41 +22,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Decimal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_adacc.errors import UserError
+from megatron_adacc.planner.dominance import Ints, undominated
+from megatron_adacc.planner.grid import Grid
 from megatron_adacc.planner.problem import BufferItem, LayerClass, OpItem
 from megatron_adacc.planner.solution import COMPRESS, DROP, KEEP, RECOMPUTE
-
-Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Microseconds or errors as whole numbers of 10**-digits."""
-
-    digits: int
-    round_up: bool = False
-
-    @staticmethod
-    def fitting(values: list[float], largest_sum: float, most: int, round_up: bool = False) -> Grid:
-        """The coarsest grid on which all values are exact, if sums up to ``largest_sum`` stay within ``most`` units;
-        otherwise the finest on which they do."""
-        exact = max((-int(Decimal(repr(float(v))).normalize().as_tuple().exponent) for v in values if v), default=0)
-        digits = max(exact, 0)
-        while digits > -12 and largest_sum * 10.0**digits > most:
-            digits -= 1
-        return Grid(digits, round_up)
-
-    def units(self, value: float) -> int:
-        scaled = Decimal(repr(float(value))).scaleb(self.digits)
-        return int(scaled.to_integral_value(ROUND_CEILING if self.round_up else ROUND_HALF_EVEN))
-
-    def value(self, units: int) -> float:
-        return float(Decimal(int(units)).scaleb(-self.digits))
+from megatron_adacc.planner.validate import in_order
 
 
 @dataclass(frozen=True)
@@ -84,29 +58,6 @@ class Points:
 
     def __len__(self) -> int:
         return len(self.nbytes)
-
-
-def in_order(layer: LayerClass) -> tuple[OpItem, ...]:
-    """The layer's ops so that each comes after the writers of what it reads. Raises UserError for a cycle."""
-    writers = {site: op.name for op in layer.ops for site in op.writes}
-    ops = {op.name: op for op in layer.ops}
-    waiting = {op.name: {writers[r] for r in op.reads if r in writers} for op in layer.ops}
-    readers: dict[str, list[str]] = {name: [] for name in ops}
-    for name, sources in waiting.items():
-        for source in sources:
-            readers[source].append(name)
-    ready = [name for name in ops if not waiting[name]]
-    order: list[OpItem] = []
-    for name in ready:
-        order.append(ops[name])
-        for reader in readers[name]:
-            waiting[reader].discard(name)
-            if not waiting[reader]:
-                ready.append(reader)
-    if len(order) < len(ops):
-        stuck = sorted(name for name, sources in waiting.items() if sources)
-        raise UserError(f"Ops must not depend on their own outputs, but {', '.join(stuck)} do, directly or in a ring.")
-    return tuple(order)
 
 
 class LayerPaths:
@@ -162,13 +113,15 @@ class LayerPaths:
                 for i, need in zip(writes, needed, strict=True)
             ]
             for choice in itertools.product(*options):
-                runs = any(need and not held_bytes_of(pick) for need, pick in zip(needed, choice, strict=True))
+                runs = any(need and not _holds(pick[0]) for need, pick in zip(needed, choice, strict=True))
                 if runs and (op is None or not op.replayable):
                     continue
-                nbytes, cost, error = (sum(pick[k] for pick in choice) for k in (1, 2, 3))
+                nbytes = sum(pick[1] for pick in choice)
+                cost = sum(pick[2] for pick in choice) + (run_cost if runs else 0)
+                error = sum(pick[3] for pick in choice)
                 target = mask & ~mine | (asks if runs else 0)
                 holds = tuple((i, pick[0]) for i, pick in zip(writes, choice, strict=True))
-                best.setdefault(target, []).append((nbytes, cost + (run_cost if runs else 0), error, holds))
+                best.setdefault(target, []).append((nbytes, cost, error, holds))
             found = []
             for target, plans in best.items():
                 plans.sort(key=lambda plan: plan[:3])
@@ -180,9 +133,10 @@ class LayerPaths:
                         found.append((node, nbytes, cost, error, holds))
             edges.append(found)
         flat = [edge for found in edges for edge in found]
-        columns = [np.array([edge[k] for edge in flat], dtype=np.int64) for k in range(4)]
+        edge_holds = tuple(edge[4] for edge in flat)
+        numbers = np.array([edge[:4] for edge in flat], dtype=np.int64).reshape(-1, 4)
         first = np.cumsum([0, *(len(found) for found in edges)])
-        self.stages.append(Stage(first, *columns, tuple(edge[4] for edge in flat)))
+        self.stages.append(Stage(first, numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3], edge_holds))
         return targets
 
     def bounds(self, byte_price: float, error_price: float) -> list[NDArray[np.float64]]:
@@ -199,43 +153,8 @@ class LayerPaths:
         return rest[::-1]
 
 
-def held_bytes_of(pick: tuple[str, int, int, int]) -> bool:
-    """Whether the option holds the buffer."""
-    return pick[0] not in (RECOMPUTE, DROP)
-
-
-def undominated(nbytes: Ints, cost: Ints, error: Ints) -> Ints:
-    """Indices, in order of bytes, of the points that no other is at most as large as in all three."""
-    order = np.lexsort((error, cost, nbytes))
-    if not len(order):
-        return order
-    if not error.any():
-        sorted_cost = cost[order]
-        keep = np.ones(len(order), dtype=bool)
-        keep[1:] = sorted_cost[1:] < np.minimum.accumulate(sorted_cost)[:-1]
-        return order[keep]
-    return order[_staircase(cost[order].tolist(), error[order].tolist())]
-
-
-def _staircase(costs: list[int], errors: list[int]) -> list[int]:
-    """Places of the points that no earlier one beats in cost and error. Kept as a staircase: costs rise, errors fall."""
-    from bisect import bisect_left, bisect_right
-
-    stair_cost: list[int] = []
-    stair_error: list[int] = []  # negated, so that it rises too
-    kept = []
-    for place, (cost, error) in enumerate(zip(costs, errors, strict=True)):
-        at = bisect_right(stair_cost, cost)
-        if at and -stair_error[at - 1] <= error:
-            continue
-        kept.append(place)
-        start = bisect_left(stair_cost, cost)
-        end = start
-        while end < len(stair_cost) and -stair_error[end] >= error:
-            end += 1
-        stair_cost[start:end] = [cost]
-        stair_error[start:end] = [-error]
-    return kept
+def _holds(action: str) -> bool:
+    return action not in (RECOMPUTE, DROP)
 
 
 def enumerate_plans(
@@ -257,21 +176,20 @@ def enumerate_plans(
             return None
         offset = np.arange(len(parent)) - np.repeat(np.cumsum(degree) - degree, degree)
         edge = stage.first[node[parent]] + offset
-        nbytes, cost, error = nbytes[parent] + stage.nbytes[edge], cost[parent] + stage.cost[edge], error[parent] + stage.error[edge]  # fmt: skip
+        nbytes = nbytes[parent] + stage.nbytes[edge]
+        cost = cost[parent] + stage.cost[edge]
+        error = error[parent] + stage.error[edge]
         node = stage.target[edge]
         alive = np.ones(len(node), dtype=bool)
         if finite:
             alive &= cost + byte_price * nbytes + error_price * error + rest[position + 1][node] <= within
         if most_error is not None:
             alive &= error <= most_error
-        kept = [np.zeros(0, dtype=np.int64)]
-        for n in np.unique(node[alive]):
-            here = np.flatnonzero(alive & (node == n))
-            kept.append(here[undominated(nbytes[here], cost[here], error[here])])
-        index = np.concatenate(kept)
+        here = np.flatnonzero(alive)
+        index = here[undominated(node[here], [nbytes[here], cost[here], error[here]])]
         node, nbytes, cost, error = node[index], nbytes[index], cost[index], error[index]
         history.append((parent[index], edge[index]))
-    index = undominated(nbytes, cost, error)
+    index = undominated(node, [nbytes, cost, error])  # one node is left: they come sorted by bytes
     actions = tuple(_actions(paths, history, int(i)) for i in index)
     return Points(nbytes[index], cost[index], error[index], actions)
 

@@ -166,9 +166,7 @@ def peak_by_class(problem: Problem, layers: tuple[LayerAnswer, ...]) -> tuple[in
     held = [0] * len(problem.classes)
     for layer in layers:
         held[layer.class_index] += layer.outcome.held_bytes
-    everything = problem.fixed_bytes + sum(
-        c.in_flight * h for c, h in zip(problem.classes, held, strict=True)
-    )
+    everything = problem.fixed_bytes + sum(c.in_flight * h for c, h in zip(problem.classes, held, strict=True))
     peaks = [everything + problem.transient_bytes] * len(problem.classes)
     freed: dict[int, int] = {}
     for layer in reversed(layers):
