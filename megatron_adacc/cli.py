@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "train a tokenizer and write a Megatron data set from text files",
     ),
     "kernels": ("megatron_adacc.kernels.tool", "compile the Triton kernels offline, or time them on a GPU"),
+    "solve": ("megatron_adacc.planner.solve_command", "solve a problem given as JSON: the planner alone"),
     "trace": ("megatron_adacc.megatron.trace_command", "show what one layer of a model keeps for its backward pass"),
     "memory": (
         "megatron_adacc.megatron.memory_command",

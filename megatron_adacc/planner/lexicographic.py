@@ -83,7 +83,7 @@ def solve(formulation: Formulation, problem: Problem, started: float) -> Found:
     program.remove(memory)
     program.extend(LAST_RESORT_SECONDS)
     lightest = program.minimise(formulation.weight)
-    if lightest.values and lightest.objective <= room:
+    if lightest.found and lightest.objective <= room:
         answer = Answer("feasible", lightest.values, bound=answer.bound)
         return Found(answer, None, time.monotonic() - started, by_least_memory=True)
     if lightest.status in ("optimal", "infeasible"):
@@ -102,7 +102,7 @@ def _lightest(formulation: Formulation, best: Answer) -> Answer:
         lighter = program.at_most(formulation.weight, weight - divisor, in_limbs=True)
         cheapest = program.minimise(formulation.cost, at_most=best.objective)
         program.remove(lighter)
-        if not cheapest.values:
+        if not cheapest.found:
             return best
         best = replace(best, values=cheapest.values)
     dearest = program.at_most(formulation.cost, best.objective)
@@ -114,7 +114,7 @@ def _lightest(formulation: Formulation, best: Answer) -> Answer:
 def solution(problem: Problem, found: Found, layers: Callable[[tuple[int, ...]], tuple[LayerAnswer, ...]]) -> Solution:
     """The Solution of what was found; ``layers`` reads the layers from the variables' values."""
     answer = found.answer
-    if not answer.values:
+    if not answer.found:
         return Solution(answer.status, solver_seconds=found.seconds, least_bytes=found.least_bytes)
     gap, note = None, ""
     result = assemble(problem, layers(answer.values), answer.status, found.seconds)

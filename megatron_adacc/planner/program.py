@@ -52,13 +52,18 @@ def mathopt() -> Any:
 
 @dataclass(frozen=True)
 class Answer:
-    """``status``: optimal | feasible | infeasible | unknown; ``values`` of the variables, empty without any;
+    """``status``: optimal | feasible | infeasible | unknown; ``values`` of the variables;
     ``objective`` of the values; ``bound``: no solution is below it."""
 
     status: str
     values: tuple[int, ...] = ()
     objective: int = 0
     bound: float = -math.inf
+
+    @property
+    def found(self) -> bool:
+        """Whether ``values`` are a solution (of a program without variables there is one, without values)."""
+        return self.status in ("optimal", "feasible")
 
 
 @dataclass
@@ -145,7 +150,7 @@ class IntegerProgram:
             for _ in range(_ATTEMPTS):
                 answer = self._solve(wanted, at_most)
                 bound = answer.bound if bound is None or not tightened else bound
-                failed = [row for row in self._rows if answer.values and row.excess(answer.values) > 0]
+                failed = [row for row in self._rows if answer.found and row.excess(answer.values) > 0]
                 if not failed:
                     status = "feasible" if tightened and answer.status == "optimal" else answer.status
                     if tightened and status == "infeasible":

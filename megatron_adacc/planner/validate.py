@@ -7,7 +7,11 @@ import math
 from collections import Counter
 
 from megatron_adacc.errors import UserError
-from megatron_adacc.planner.problem import LayerClass, OpItem, Problem
+from megatron_adacc.planner.problem import BufferItem, LayerClass, OpItem, Problem
+
+# Sums stay within 64 bits, and microseconds and errors within what a float tells apart.
+LARGEST_BYTES = 2**60
+LARGEST_NUMBER = 1e15
 
 
 def validate(problem: Problem) -> None:
@@ -24,6 +28,15 @@ def validate(problem: Problem) -> None:
             raise UserError(f"Layer classes of one chunk must stand together, but chunk {later} comes twice.")
     for layer in problem.classes:
         _validate_layer(layer)
+    most = sum(c.count * c.in_flight * sum(_most_bytes(buffer) for buffer in c.buffers) for c in problem.classes)
+    if most > LARGEST_BYTES:
+        raise UserError(
+            f"All that could be held, {most} bytes over all layers, is above what the planner counts, {LARGEST_BYTES}."
+        )
+
+
+def _most_bytes(buffer: BufferItem) -> int:
+    return max(buffer.bytes, *(codec.bytes for codec in buffer.codecs), 0)
 
 
 def _validate_layer(layer: LayerClass) -> None:
@@ -84,6 +97,8 @@ def in_order(layer: LayerClass) -> tuple[OpItem, ...]:
 def _check_number(value: float, what: str) -> None:
     if not math.isfinite(value) or value < 0:
         raise UserError(f"{what} must be a number that is not negative, not {value}.")
+    if isinstance(value, float) and value > LARGEST_NUMBER:
+        raise UserError(f"{what} must be at most {LARGEST_NUMBER:g}, not {value:g}.")
 
 
 def _check_unique(names: list[str], what: str, where: str) -> None:
