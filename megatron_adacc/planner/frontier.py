@@ -61,9 +61,10 @@ class Points:
 
 
 class LayerPaths:
-    """The graph of a layer's plans. ``lossless``: codecs with an error are left out."""
+    """The graph of a layer's plans. ``error_grid``: None to leave errors out of account. ``lossless``: codecs with an
+    error are left out."""
 
-    def __init__(self, layer: LayerClass, cost_grid: Grid, error_grid: Grid, lossless: bool = False) -> None:
+    def __init__(self, layer: LayerClass, cost_grid: Grid, error_grid: Grid | None, lossless: bool = False) -> None:
         self.layer = layer
         self._cost_grid, self._error_grid, self._lossless = cost_grid, error_grid, lossless
         self._index = {buffer.site: i for i, buffer in enumerate(layer.buffers)}
@@ -91,7 +92,8 @@ class LayerPaths:
                 if codec.error and self._lossless:
                     continue
                 us = codec.us + (codec.again_us if asked else 0.0)
-                cost, error = self._cost_grid.units(us), self._error_grid.units(codec.error)
+                cost = self._cost_grid.units(us)
+                error = self._error_grid.units(codec.error) if self._error_grid else 0
                 options.append((COMPRESS + codec.name, codec.bytes, cost, error))
         return options
 

@@ -59,10 +59,10 @@ def cost_grid(problem: Problem) -> Grid:
     return Grid.fitting(values, total, MOST_UNITS)
 
 
-def error_grid(problem: Problem) -> Grid:
-    """The grid of the problem's errors, which are rounded up."""
+def error_grid(problem: Problem) -> Grid | None:
+    """The grid of the problem's errors, which are rounded up; None where they do not matter."""
     if problem.error_budget is None:
-        return Grid(0, round_up=True)
+        return None
     values = [c.error for layer in problem.classes for buffer in layer.buffers for c in buffer.codecs]
     return Grid.fitting([*values, problem.error_budget], problem.error_budget, MOST_UNITS, round_up=True)
 
@@ -71,8 +71,9 @@ def solve(formulation: Formulation, problem: Problem, started: float) -> Found:
     """Solve (4) and (5) over the formulation. started: of time.monotonic()."""
     program = formulation.program
     room = problem.limit_bytes - problem.fixed_bytes - problem.transient_bytes
-    if problem.error_budget is not None:
-        program.at_most(formulation.error, Grid(error_grid(problem).digits).floor(problem.error_budget))  # (5)
+    errors = error_grid(problem)
+    if errors is not None and problem.error_budget is not None:
+        program.at_most(formulation.error, errors.floor(problem.error_budget))  # (5)
     memory = program.at_most(formulation.weight, room)  # (4)
     answer = program.minimise(formulation.cost)
     if answer.status == "optimal":

@@ -75,7 +75,7 @@ def _add_layer(formulation: Formulation, problem: Problem, class_index: int) -> 
         holding: list[tuple[int, int]] = []
         choices = [(KEEP, buffer.bytes, 0, 0)] if buffer.storable else []
         choices += [
-            (COMPRESS + c.name, c.bytes, costs.units(c.us), errors.units(c.error))
+            (COMPRESS + c.name, c.bytes, costs.units(c.us), errors.units(c.error) if errors else 0)
             for c in buffer.codecs
             if buffer.storable
         ]
