@@ -22,49 +22,19 @@ from typing import Any
 import torch
 from engine import GptLayer, Variant
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_adacc import attach, codecs
 from megatron_adacc.cost.measured import MeasuredPrices
 from megatron_adacc.cost.rehearsal import Rehearsal
+from megatron_adacc.cost.sampling import sample_of
 from megatron_adacc.cost.timing import Sample
 from megatron_adacc.graph.model import LayerGraph, Origin
 from megatron_adacc.graph.recipes import group_recipes
-from megatron_adacc.graph.replay import base_of, torch_dtype
+from megatron_adacc.graph.replay import torch_dtype
 from megatron_adacc.graph.serialize import fingerprint
-from megatron_adacc.graph.storages import named_tensors
-from megatron_adacc.graph.tracer import Tracer
-from megatron_adacc.graph.verify import verify
 from megatron_adacc.planner import Action, Compress, LayerPlan, Plan, Recompute
-from megatron_adacc.runtime.traces import context_of
 
 MIN_BYTES = 1024
-
-
-def sample_of(module: nn.Module, x: Tensor) -> Sample:
-    """Trace and verify one call of the layer, and keep what its forward saved."""
-    tracer = Tracer(module, (x,), {})
-    packed: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        tracer.pack(tensor)
-        packed.append(tensor.detach())
-        return packed[-1]
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor), tracer:
-        output = module(x)
-    traced = tracer.finish(output)
-    graph = traced.graph
-    saved: dict[int, Tensor] = {}
-    for entry, tensor in zip(graph.packs, packed, strict=True):
-        saved.setdefault(entry.view.buffer, base_of(tensor, entry.view, graph.buffers[entry.view.buffer]))
-    by_name = {(n.origin, n.name): n.tensor.detach() for n in named_tensors(module)}
-    sources = {b.index: by_name[b.origin, b.name] for b in graph.buffers if (b.origin, b.name) in by_name}
-    sources |= {spec.buffer: x.detach() for spec in graph.inputs}
-    context = context_of(traced)
-    with torch.no_grad():
-        evidence = verify(graph, saved, sources, context, module)
-    return Sample(graph, evidence, saved, sources, context, module)
 
 
 def random_actions(sample: Sample, draw: random.Random) -> tuple[tuple[str, Action], ...]:
@@ -115,7 +85,7 @@ def main() -> None:
     stack = nn.ModuleList(GptLayer(options.hidden, options.heads, options.sequence, 0.1) for _ in range(options.layers))
     x = torch.randn(options.batch, options.sequence, options.hidden, requires_grad=True)
     sample = sample_of(stack[0], x)
-    prices = MeasuredPrices(torch.device("cpu"), budget_seconds=1.0)
+    prices = MeasuredPrices(torch.device("cpu"))
     prices.codec(codecs.get("bitmask"), (2, 2**15), torch.float32)  # compiles
     began = time.perf_counter()
     prices.measure(sample)
@@ -149,9 +119,8 @@ def main() -> None:
     step = statistics.median(rows["plain"])
     predicted_step = options.layers * prices.step_us(sample.graph) / 1e6
     out.write(f"plain step: {step:.3f} s; predicted {predicted_step:.3f} s\n\n")
-    out.write(
-        "| plan | predicted ms | measured ms | quartiles | predicted / measured | % of plain |\n|---|---|---|---|---|---|\n"
-    )
+    out.write("| plan | predicted ms | measured ms | quartiles | predicted / measured | % of plain |\n")
+    out.write("|---|---|---|---|---|---|\n")
     for name, predicted in predictions.items():
         added = [1e3 * (a - b) for a, b in zip(rows[name], rows["plain"], strict=True)]
         low, middle, high = statistics.quantiles(added, n=4)

@@ -12,7 +12,7 @@ from megatron_adacc.codecs import Codec
 from megatron_adacc.cost.cache import PriceCache
 from megatron_adacc.cost.prices import CodecPrice
 from megatron_adacc.cost.rehearsal import Rehearsal
-from megatron_adacc.cost.timing import Sample, replayed_groups, time_codec, time_ops, time_step
+from megatron_adacc.cost.timing import OPS_SECONDS, Sample, replayed_groups, time_codec, time_ops, time_step
 from megatron_adacc.graph.groups import GroupName, named_group
 from megatron_adacc.graph.model import LayerGraph, Tagged, View
 from megatron_adacc.graph.recipes import Step
@@ -27,9 +27,11 @@ class MeasuredPrices:
     """The ``Prices`` of a device. Layers are measured with :meth:`measure`; codecs when they are first asked for.
 
     ``cache``: where prices are looked up and written. ``budget_seconds``: for the ops of one layer, and as
-    much again for its step; at least three rounds are run in any case."""
+    much again for its step; a least number of rounds is run in any case."""
 
-    def __init__(self, device: torch.device, cache: PriceCache | None = None, budget_seconds: float = 1.0) -> None:
+    def __init__(
+        self, device: torch.device, cache: PriceCache | None = None, budget_seconds: float = OPS_SECONDS
+    ) -> None:
         self.device = device
         self._cache = cache
         self._budget_seconds = budget_seconds

@@ -37,7 +37,10 @@ from megatron_adacc.graph.replay import Context, Replayer
 from megatron_adacc.graph.verify import Evidence, gather
 
 LEAST_ROUNDS = 3
+LEAST_STEPS = 2  # of a whole step, which takes long and varies little
 MOST_ROUNDS = 15
+OPS_SECONDS = 0.6  # for the ops of a layer, and as much for its step
+CODEC_SECONDS = 0.15
 CODEC_SAMPLE_ELEMENTS = 2**23  # a larger tensor is timed by a part of it: codecs are linear in its size
 BUSY = 1.05  # wall time by CPU time beyond which the cores are taken for shared with others
 
@@ -110,26 +113,29 @@ def replayed_groups(graph: LayerGraph, evidence: Evidence) -> tuple[Group, ...]:
     return group_recipes(graph, stored, sorted(evidence.verified))
 
 
-def rounds_us(run: Callable[[Clock], None], device: torch.device, budget_seconds: float, fixed: bool) -> list[float]:
+def rounds_us(
+    run: Callable[[Clock], None], device: torch.device, budget_seconds: float, fixed: bool = False,
+    least: int = LEAST_ROUNDS,
+) -> list[float]:  # fmt: skip
     """Medians over rounds of the intervals between the marks that ``run`` sets, after one round to warm up.
 
-    At least three rounds; more while the budget lasts, unless ``fixed``: ranks that replay collectives together
-    must do equally many."""
+    ``least`` rounds; more while the budget lasts, unless ``fixed``: ranks that replay collectives together must do
+    equally many."""
     start = time.perf_counter()
     run(clock_for(device))
     rounds: list[list[float]] = []
-    while len(rounds) < LEAST_ROUNDS or (not fixed and len(rounds) < MOST_ROUNDS):
+    while len(rounds) < least or (not fixed and len(rounds) < MOST_ROUNDS):
         began = time.perf_counter()
         clock = clock_for(device)
         run(clock)
         rounds.append(clock.intervals_us())
         now = time.perf_counter()
-        if len(rounds) >= LEAST_ROUNDS and now + (now - began) - start > budget_seconds:
+        if len(rounds) >= least and now + (now - began) - start > budget_seconds:
             break
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
-def time_ops(sample: Sample, budget_seconds: float = 1.0) -> dict[int, float]:
+def time_ops(sample: Sample, budget_seconds: float = OPS_SECONDS) -> dict[int, float]:
     """Microseconds of every op that some recipe of the graph runs, by op. Other ops are never replayed.
 
     All ranks that share the graph's collectives must call this together."""
@@ -157,7 +163,7 @@ def _replay(sample: Sample, replayer: Replayer, private: frozenset[int], clock: 
 
 
 def time_codec(
-    codec: Codec, size: Sequence[int], dtype: torch.dtype, device: torch.device, budget_seconds: float = 0.25,
+    codec: Codec, size: Sequence[int], dtype: torch.dtype, device: torch.device, budget_seconds: float = CODEC_SECONDS,
     content: Tensor | None = None,
 ) -> CodecPrice:  # fmt: skip
     """What the codec takes for a contiguous tensor of this size and dtype, compiled beforehand if it compiles.
@@ -173,7 +179,7 @@ def time_codec(
     elif timed != tuple(size):
         content = content.reshape(tuple(size))[tuple(slice(n) for n in timed)].contiguous()
     state = codec.observe(content) if state is None else state  # known beforehand, as in the training
-    encode_us, decode_us = rounds_us(partial(_transcode, codec, content, state), device, budget_seconds, False)
+    encode_us, decode_us = rounds_us(partial(_transcode, codec, content, state), device, budget_seconds)
     return CodecPrice(encode_us * scale, decode_us * scale)
 
 
@@ -206,7 +212,9 @@ def _made_up(codec: Codec, size: tuple[int, ...], dtype: torch.dtype, device: to
     return (normal > 0 if isinstance(codec, Bitmask) else normal).to(dtype)
 
 
-def time_step(rehearsal: Rehearsal, device: torch.device, budget_seconds: float = 1.0, fixed: bool = False) -> float:
+def time_step(
+    rehearsal: Rehearsal, device: torch.device, budget_seconds: float = OPS_SECONDS, fixed: bool = False
+) -> float:
     """Microseconds of a plain forward and backward of the layer. ``fixed``: do equally many rounds on all ranks,
     because the layer has collectives."""
 
@@ -220,5 +228,5 @@ def time_step(rehearsal: Rehearsal, device: torch.device, budget_seconds: float 
 
     with rehearsal.begin() as call:
         call.drop_parameter_gradients()
-        (us,) = rounds_us(run, device, budget_seconds, fixed)
+        (us,) = rounds_us(run, device, budget_seconds, fixed, LEAST_STEPS)
     return us
