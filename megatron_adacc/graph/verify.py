@@ -68,12 +68,14 @@ def holds_two_values(tensor: Tensor) -> bool:
 
 def candidates(graph: LayerGraph) -> tuple[tuple[int, ...], dict[int, str]]:
     """Saved buffers that have a recipe when everything with a recipe is dropped, and why the others have
-    none. Earlier buffers first: what has no recipe is held and may serve the recipes of later ones."""
-    stored = {b for b in graph.saved if graph.buffers[b].writer is None}
+    none. In the order of their writers: what has no recipe is held and may serve the recipes of later ones. (A fused
+    dropout's result has a smaller number than its mask, and is made from it.)"""
+    writers = {b: graph.buffers[b].writer for b in graph.saved}
+    stored = {b for b, writer in writers.items() if writer is None}
     dropped: list[int] = []
     refused: dict[int, str] = {}
     availability = Availability(graph, stored)
-    for index in sorted(set(graph.saved) - stored):
+    for index in sorted(set(graph.saved) - stored, key=lambda b: (writers[b] or 0, b)):
         problem = availability.problem(index)
         if problem is None:
             dropped.append(index)
