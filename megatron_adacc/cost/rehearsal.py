@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_adacc.graph.storages import flatten_tensors
+from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage
 
 
 class _Seed(torch.autograd.Function):
@@ -64,9 +64,9 @@ def stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
         for submodule in module.modules():
             for name, parameter in submodule._parameters.items():
                 # FSDP keeps DTensors there, which stand for other tensors: they are left alone.
-                if type(parameter) in (nn.Parameter, Tensor):
+                if parameter is not None and has_plain_storage(parameter):
                     if id(parameter) not in found:
-                        found[id(parameter)] = _stand_in(parameter, scratch)  # type: ignore[arg-type]
+                        found[id(parameter)] = _stand_in(parameter, scratch)
                     replaced.append((submodule._parameters, name, parameter))
             for name, buffer in submodule._buffers.items():
                 if isinstance(buffer, Tensor):
