@@ -1,14 +1,42 @@
-"""A training job as far as memory goes: the model, how it is split over ranks, and how it is trained. Plain data."""
+"""A training job as far as memory goes: the model, how it is split over ranks, and how it is trained. Plain data.
+
+    bytes of a rank = fixed + what the layers hold and need + at the end of the forward: transient
+
+`Job.room` says the parts that no plan for the layers changes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, tensors
-from megatron_adacc.cost.in_flight import Schedule
-from megatron_adacc.cost.outer_activations import OuterShape
-from megatron_adacc.cost.static_memory import ONE_BUCKET, Buckets, StaticBytes, Training, of_chunk
+from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, Tensor, tensors
+from megatron_adacc.cost.in_flight import Schedule, held_bytes
+from megatron_adacc.cost.outer_activations import OuterBytes, OuterShape
+from megatron_adacc.cost.outer_activations import of_chunk as outer_of_chunk
+from megatron_adacc.cost.static_memory import ONE_BUCKET, Buckets, StaticBytes, Training, of_chunk, step_bytes
 from megatron_adacc.errors import UserError
+
+# States of generators, scalars, copies inside collectives: 20,000 to 60,000 bytes were seen beside all that is
+# counted, on the CPU.
+SMALL_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class StageRoom:
+    """What a rank needs beside its layers' activations.
+
+    ``static``: through the whole training. ``fixed_bytes``: all that is alive whenever a layer runs: the static
+    bytes, the scratch buffer, a micro-batch of data, gradients between stages, what embedding and head of the
+    micro-batches in flight hold (but the head of the running one), the gradient of a tied weight.
+    ``transient_bytes``: beside that, from the end of the last layer's forward to the beginning of its backward.
+    ``end_bytes``: beside ``fixed_bytes``, when all layers of the running micro-batch had their backward.
+    ``step_bytes``: in all, while the optimizer steps; no activation is alive then."""
+
+    static: StaticBytes
+    fixed_bytes: int
+    transient_bytes: int
+    end_bytes: int
+    step_bytes: int
 
 
 @dataclass(frozen=True)
@@ -31,20 +59,39 @@ class Job:
         if layers != self.model.num_layers:
             raise UserError(f"The stages hold {layers} layers, but the model has {self.model.num_layers}.")
 
+    def tensors(self, stage: int) -> tuple[tuple[Tensor, ...], ...]:
+        """The parameters of each chunk of `stage`, as one rank holds them."""
+        return tuple(tensors(self.model, chunk, self.tensor_parallel) for chunk in self.stages[stage])
+
+    def parameters(self, stage: int) -> int:
+        """Parameters on one rank of `stage`."""
+        return sum(tensor.elements for chunk in self.tensors(stage) for tensor in chunk)
+
+    def _buckets(self, stage: int, chunk: int) -> Buckets:
+        return self.buckets if stage == chunk == 0 else Buckets(None, self.buckets.for_bandwidth)
+
     def static_bytes(self, stage: int, rank: int | None = None) -> StaticBytes:
         """Parameters, gradients and optimizer state of a rank on `stage`; `rank` among its data-parallel ranks, None
         for the one that holds most."""
         total = StaticBytes()
-        for index, chunk in enumerate(self.stages[stage]):
-            first = stage == 0 and index == 0
-            buckets = self.buckets if first else Buckets(None, self.buckets.for_bandwidth)
-            total += of_chunk(tensors(self.model, chunk, self.tensor_parallel), self.training, rank, buckets)
+        for index, chunk in enumerate(self.tensors(stage)):
+            total += of_chunk(chunk, self.training, rank, self._buckets(stage, index))
         return total
 
-    def parameters(self, stage: int) -> int:
-        """Parameters on one rank of `stage`."""
-        return sum(
-            tensor.elements
-            for chunk in self.stages[stage]
-            for tensor in tensors(self.model, chunk, self.tensor_parallel)
-        )
+    def outer_bytes(self, stage: int) -> tuple[OuterBytes, ...]:
+        """What each chunk of `stage` holds and needs outside its layers."""
+        return tuple(outer_of_chunk(self.outer, chunk) for chunk in self.stages[stage])
+
+    def room(self, stage: int, rank: int | None = None) -> StageRoom:
+        """What a rank on `stage` needs beside its layers' activations; `rank` as above."""
+        static = self.static_bytes(stage, rank)
+        outer = self.outer_bytes(stage)
+        # Step counters lie on the host.
+        base = static.total + (0 if self.outer.cuda else static.counters)
+        base += self.outer.scratch_bytes + self.outer.batch_bytes + SMALL_BYTES
+        head, tied = outer[-1].head, outer[-1].backward
+        held = held_bytes(self.schedule, stage, [each.held for each in outer])
+        fixed = base + held - head + tied + max(each.stage_gradients for each in outer)
+        transient = head + max(outer[-1].forward_end, outer[-1].backward_start) - tied
+        step = step_bytes(self.tensors(stage), self.training, self.outer.cuda, rank, self._buckets(stage, 0))
+        return StageRoom(static, fixed, transient, outer[0].backward_end - tied, base + step)

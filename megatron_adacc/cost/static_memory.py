@@ -42,8 +42,9 @@ class Training:
 
     ``gradient_bytes``: 2 or 4 bytes an element of the gradient buffer; None is Megatron's default, 2 for fp16 and 4
     otherwise. ``momentum``: whether SGD keeps one. ``zero``: the stage, see above. ``data_parallel``: the ranks that
-    share it, Megatron's data-parallel times context-parallel ranks. ``counters``: torch's Adam counts steps in a
-    4-byte tensor a parameter, on the host; apex's and Transformer Engine's do not.
+    share it, Megatron's data-parallel times context-parallel ranks. ``torch_optimizer``: whether the
+    optimizer is torch's own, where apex and Transformer Engine are missing; its Adam counts the steps of each
+    parameter in a tensor of 4 bytes on the host.
 
     Raises UserError for what is not known or does not fit together."""
 
@@ -53,7 +54,7 @@ class Training:
     momentum: bool = True
     zero: int = 0
     data_parallel: int = 1
-    counters: bool = False
+    torch_optimizer: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
@@ -87,6 +88,11 @@ class Training:
     def moment_bytes(self) -> int:
         """Bytes of the optimizer's moments of a parameter."""
         return 4 * OPTIMIZERS[self.optimizer] if self.optimizer == "adam" or self.momentum else 0
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether each parameter has a counter of its own."""
+        return self.torch_optimizer and self.optimizer == "adam"
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ def of_elements(elements: int, training: Training) -> StaticBytes:
         gradients=(share if training.zero >= 2 else elements) * training.buffer_bytes,
         master=(share if training.zero >= 1 else elements) * training.master_bytes,
         moments=(share if training.zero >= 1 else elements) * training.moment_bytes,
-        counters=4 if training.counters else 0,
+        counters=4 if training.counts_steps else 0,
     )
 
 
@@ -143,63 +149,82 @@ def of_chunk(
     """Bytes of one chunk's parameters on data-parallel `rank`; None is the rank that holds most.
 
     Raises UserError for a rank that does not exist."""
+    pieces = _pieces(chunk, training, rank, buckets)
+    whole = sum(tensor.elements for tensor in chunk)
+    if training.zero == 1:
+        ends = _layout(chunk, training.data_parallel, buckets)[1]
+        whole = ends[-1][1] if ends else 0
+    return StaticBytes(
+        parameters=(sum(pieces) if training.zero == 3 else whole) * training.parameter_bytes,
+        gradients=(sum(pieces) if training.zero >= 2 else whole) * training.buffer_bytes,
+        master=sum(pieces) * training.master_bytes,
+        moments=sum(pieces) * training.moment_bytes,
+        counters=4 * len(pieces) if training.counts_steps else 0,
+    )
+
+
+def step_bytes(
+    chunks: Sequence[Sequence[Tensor]],
+    training: Training,
+    cuda: bool,
+    rank: int | None = None,
+    buckets: Buckets = ONE_BUCKET,
+) -> int:
+    """Bytes that are alive only while the optimizer steps, when no activation is; `buckets` are the first chunk's.
+
+    They are fp32 copies of 16-bit gradients, and what torch's own optimizers compute with: Adam makes the root of the
+    second moment, SGD the gradient with weight decay, on CUDA of all tensors at once. On the CPU it is one tensor at
+    a time, and Adam has a quotient beside the root.
+
+    Raises UserError for a rank that does not exist."""
+    pieces: list[int] = []
+    for index, chunk in enumerate(chunks):
+        pieces += _pieces(chunk, training, rank, buckets if index == 0 else Buckets(None, buckets.for_bandwidth))
+    copies = 4 * sum(pieces) if training.buffer_bytes < 4 else 0
+    if not training.torch_optimizer:
+        return copies
+    if cuda:
+        return copies + 4 * sum(pieces)
+    return copies + 4 * max(pieces, default=0) * (2 if training.optimizer == "adam" else 1)
+
+
+def _pieces(chunk: Sequence[Tensor], training: Training, rank: int | None, buckets: Buckets) -> list[int]:
+    """Elements of each piece of a tensor whose optimizer state data-parallel `rank` holds."""
     if rank is not None and not 0 <= rank < training.data_parallel:
         raise UserError(f"Rank {rank} does not exist: there are {training.data_parallel} data-parallel ranks.")
-    if training.zero == 1:
-        return _distributed(chunk, training, rank, buckets)
-    whole = sum(tensor.elements for tensor in chunk)
-    share = sum(-(-tensor.elements // training.data_parallel) for tensor in chunk)
-    return StaticBytes(
-        parameters=(share if training.zero == 3 else whole) * training.parameter_bytes,
-        gradients=(share if training.zero >= 2 else whole) * training.buffer_bytes,
-        master=(share if training.zero else whole) * training.master_bytes,
-        moments=(share if training.zero else whole) * training.moment_bytes,
-        counters=_counters(len(chunk), training),
-    )
-
-
-def _counters(num_tensors: int, training: Training) -> int:
-    return 4 * num_tensors if training.counters and training.optimizer == "adam" else 0
-
-
-def _distributed(chunk: Sequence[Tensor], training: Training, rank: int | None, buckets: Buckets) -> StaticBytes:
-    """ZeRO 1 as Megatron's distributed optimizer lays it out."""
+    if training.zero == 0:
+        return [tensor.elements for tensor in chunk]
+    if training.zero > 1:
+        return [-(-tensor.elements // training.data_parallel) for tensor in chunk]
     starts, ends = _layout(chunk, training.data_parallel, buckets)
-    buffer = ends[-1][1] if ends else 0
-    owned = [_owned(chunk, starts, ends, training.data_parallel, which) for which in range(training.data_parallel)]
-    elements, pieces = max(owned) if rank is None else owned[rank]
-    return StaticBytes(
-        parameters=buffer * training.parameter_bytes,
-        gradients=buffer * training.buffer_bytes,
-        master=elements * training.master_bytes,
-        moments=elements * training.moment_bytes,
-        counters=_counters(pieces, training),
-    )
+    ranks = range(training.data_parallel) if rank is None else (rank,)
+    return max((_owned(chunk, starts, ends, training.data_parallel, which) for which in ranks), key=sum)
 
 
 def _layout(chunk: Sequence[Tensor], ranks: int, buckets: Buckets) -> tuple[list[int], list[tuple[int, int]]]:
-    """Where each tensor starts in the buffer, last tensor first, and where each bucket starts and ends."""
+    """Where each tensor starts in the distributed optimizer's buffer, last tensor first, and where each bucket starts
+    and ends."""
     multiple = math.lcm(ranks, _BUCKET_END, _BUCKET_END_FOR_BANDWIDTH if buckets.for_bandwidth else 1)
     starts: list[int] = []
     ends: list[tuple[int, int]] = []
     position = bucket_start = 0
-    empty = True
+
+    def end_bucket() -> None:
+        nonlocal position, bucket_start
+        position = _rounded_up(position, multiple)
+        ends.append((bucket_start, position))
+        bucket_start = position
+
     for tensor in reversed(chunk):
         position = _rounded_up(position, _TENSOR_START)
-        if tensor.shared and not empty:
-            end = _rounded_up(position, multiple)
-            ends.append((bucket_start, end))
-            bucket_start = position = end
+        if tensor.shared and position > bucket_start:
+            end_bucket()
         starts.append(position)
         position += tensor.elements
-        empty = False
         if tensor.shared or (buckets.elements is not None and position - bucket_start >= buckets.elements):
-            end = _rounded_up(position, multiple)
-            ends.append((bucket_start, end))
-            bucket_start = position = end
-            empty = True
-    if not empty:
-        ends.append((bucket_start, _rounded_up(position, multiple)))
+            end_bucket()
+    if position > bucket_start:
+        end_bucket()
     return starts, ends
 
 
@@ -207,21 +232,17 @@ def _rounded_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _owned(
-    chunk: Sequence[Tensor], starts: list[int], ends: list[tuple[int, int]], ranks: int, rank: int
-) -> tuple[int, int]:
-    """Elements of parameters in the rank-th part of every bucket, and the tensors that they are pieces of."""
-    parts = []
-    for start, end in ends:
-        size = (end - start) // ranks
-        parts.append((start + rank * size, start + (rank + 1) * size))
-    elements = pieces = 0
-    part = 0
+def _owned(chunk: Sequence[Tensor], starts: list[int], ends: list[tuple[int, int]], ranks: int, rank: int) -> list[int]:
+    """Elements of the pieces of tensors in the rank-th part of every bucket."""
+    pieces = []
+    bucket = 0
     for start, tensor in zip(starts, reversed(chunk), strict=True):
-        while ends[part][1] <= start:
-            part += 1
-        common = min(parts[part][1], start + tensor.elements) - max(parts[part][0], start)
+        while ends[bucket][1] <= start:
+            bucket += 1
+        first, end = ends[bucket]
+        size = (end - first) // ranks
+        part = first + rank * size
+        common = min(part + size, start + tensor.elements) - max(part, start)
         if common > 0:
-            elements += common
-            pieces += 1
-    return elements, pieces
+            pieces.append(common)
+    return pieces

@@ -36,8 +36,9 @@ _KNOWN: dict[str, tuple[str, tuple[Any, ...]]] = {
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
-def job_of_flags(program: str, flags: Sequence[str], world_size: int) -> Job:
-    """The job that `flags` describe on `world_size` ranks. Starts nothing; Megatron is imported.
+def job_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: bool | None = None) -> Job:
+    """The job that `flags` describe on `world_size` ranks, on CUDA devices or on the CPU; None for what this machine
+    has. Starts nothing; Megatron is imported.
 
     Raises UserError in Megatron's words for what it refuses, and for kinds of model that are not counted."""
     from megatron_adacc.megatron import launch
@@ -54,7 +55,7 @@ def job_of_flags(program: str, flags: Sequence[str], world_size: int) -> Job:
     sys.argv, os.environ["WORLD_SIZE"] = [program, *tokens], str(world_size)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all of its arguments
-            return job_of_args(_validated())
+            return job_of_args(_validated(), cuda)
     finally:
         sys.argv = before[0]
         if before[1] is None:
@@ -95,8 +96,8 @@ def _validated() -> Namespace:
     return args
 
 
-def job_of_args(args: Namespace) -> Job:
-    """The job of Megatron's validated arguments, `args.world_size` ranks in all.
+def job_of_args(args: Namespace, cuda: bool | None = None) -> Job:
+    """The job of Megatron's validated arguments, `args.world_size` ranks in all; `cuda` as above.
 
     Raises UserError for kinds of model and optimizer that are not counted."""
     for name, (flag, known) in _KNOWN.items():
@@ -109,7 +110,7 @@ def job_of_args(args: Namespace) -> Job:
         stages=_stages(args, pipeline, chunks),
         schedule=Schedule(pipeline, _micro_batches(args), chunks, args.microbatch_group_size_per_vp_stage),
         training=_training(args),
-        outer=_outer(args),
+        outer=_outer(args, _on_cuda() if cuda is None else cuda),
         tensor_parallel=args.tensor_model_parallel_size,
         buckets=_buckets(args),
     )
@@ -195,11 +196,11 @@ def _training(args: Namespace) -> Training:
         momentum=args.sgd_momentum != 0,
         zero=zero,
         data_parallel=args.data_parallel_size * args.context_parallel_size,
-        counters=_torch_adam(),
+        torch_optimizer=_torch_optimizer(),
     )
 
 
-def _torch_adam() -> bool:
+def _torch_optimizer() -> bool:
     from megatron.core import optimizer
 
     return bool(optimizer.USING_PYTORCH_OPTIMIZER)
@@ -212,5 +213,29 @@ def _buckets(args: Namespace) -> Buckets:
     return Buckets(size if args.overlap_grad_reduce else None, bool(args.ddp_pad_buckets_for_high_nccl_busbw))
 
 
-def _outer(args: Namespace) -> OuterShape:
-    return OuterShape(args.seq_length // args.context_parallel_size, args.micro_batch_size)
+def _outer(args: Namespace, cuda: bool) -> OuterShape:
+    element_bytes = 2 if args.fp16 or args.bf16 else 4
+    unfused = args.transformer_impl == "local" and not args.use_flash_attn
+    return OuterShape(
+        sequence=args.seq_length // args.context_parallel_size,
+        micro_batch=args.micro_batch_size,
+        hidden_size=args.hidden_size,
+        vocab_size=_vocabulary(args),
+        element_bytes=element_bytes,
+        gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else element_bytes,
+        tensor_parallel=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        dropout=args.hidden_dropout > 0,
+        positions=args.position_embedding_type == "learned_absolute",
+        rms_norm=args.normalization == "RMSNorm",
+        tied=not args.untie_embeddings_and_output_weights,
+        scores_heads=args.num_attention_heads if unfused else 0,
+        attention_mask=args.create_attention_mask_in_dataloader,
+        cuda=cuda,
+    )
+
+
+def _on_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -70,11 +70,11 @@ def check(found: dict, expected: StaticBytes, chunks: list[tuple]) -> None:
 @pytest.mark.parametrize(
     ("flags", "training"),
     [
-        ({}, Training("fp32", counters=True)),
-        ({"bf16": True, "grad_reduce_in_bf16": True}, Training("bf16", gradient_bytes=2, counters=True)),
-        ({"fp16": True, "initial_loss_scale": 1024}, Training("fp16", counters=True)),
-        ({"optimizer": "sgd"}, Training("fp32", "sgd")),
-        ({"bf16": True, "use_distributed_optimizer": True}, Training("bf16", zero=1, counters=True)),
+        ({}, Training("fp32", torch_optimizer=True)),
+        ({"bf16": True, "grad_reduce_in_bf16": True}, Training("bf16", gradient_bytes=2, torch_optimizer=True)),
+        ({"fp16": True, "initial_loss_scale": 1024}, Training("fp16", torch_optimizer=True)),
+        ({"optimizer": "sgd"}, Training("fp32", "sgd", torch_optimizer=True)),
+        ({"bf16": True, "use_distributed_optimizer": True}, Training("bf16", zero=1, torch_optimizer=True)),
     ],
 )
 def test_one_rank(held, flags, training):
@@ -86,7 +86,7 @@ def test_one_rank(held, flags, training):
 def test_llama(held):
     chunk = tensors(LLAMA, Chunk(2))
     (found,) = held(bf16=True, **LLAMA_FLAGS)
-    check(found, of_chunk(chunk, Training("bf16", counters=True)), [chunk])
+    check(found, of_chunk(chunk, Training("bf16", torch_optimizer=True)), [chunk])
 
 
 @pytest.mark.distributed
@@ -95,12 +95,12 @@ def test_llama(held):
     [
         (
             {"use_distributed_optimizer": True, "bf16": True},
-            Training("bf16", zero=1, data_parallel=2, counters=True),
+            Training("bf16", zero=1, data_parallel=2, torch_optimizer=True),
             ONE_BUCKET,
         ),
         (
             {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 5000},
-            Training("fp32", zero=1, data_parallel=2, counters=True),
+            Training("fp32", zero=1, data_parallel=2, torch_optimizer=True),
             Buckets(5000),
         ),
     ],
@@ -115,12 +115,12 @@ def test_two_data_parallel_ranks(held, flags, training, buckets):
 def test_two_tensor_parallel_ranks(held):
     chunk = tensors(replace(LLAMA, vocab_size=256), Chunk(2), tensor_parallel=2)
     for found in held(ranks=2, tensor_model_parallel_size=2, **LLAMA_FLAGS):
-        check(found, of_chunk(chunk, Training("fp32", counters=True)), [chunk])
+        check(found, of_chunk(chunk, Training("fp32", torch_optimizer=True)), [chunk])
 
 
 @pytest.mark.distributed
 def test_two_pipeline_stages_share_the_embedding(held):
-    training = Training("fp32", zero=1, counters=True)
+    training = Training("fp32", zero=1, torch_optimizer=True)
     ranks = held(ranks=2, pipeline_model_parallel_size=2, use_distributed_optimizer=True)
     for found, chunk in zip(ranks, (Chunk(1, last=False), Chunk(1, first=False)), strict=True):
         parameters = tensors(GPT, chunk)
@@ -132,7 +132,7 @@ def test_chunks_of_an_interleaved_pipeline(held):
     ranks = held(
         ranks=2, pipeline_model_parallel_size=2, num_layers=4, num_layers_per_virtual_pipeline_stage=1, bf16=True
     )
-    model, training = replace(GPT, num_layers=4), Training("bf16", counters=True)
+    model, training = replace(GPT, num_layers=4), Training("bf16", torch_optimizer=True)
     expected = [
         [Chunk(1, first=True, last=False), Chunk(1, first=False, last=False)],
         [Chunk(1, first=False, last=False), Chunk(1, first=False, last=True)],
