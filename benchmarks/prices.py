@@ -1,18 +1,19 @@
 """Predicted against measured: what plans add to a step, and what pricing a layer takes.
 
-    python benchmarks/prices.py [--rounds 15] [--plans 5] [--layers 2] [--hidden 512] [--heads 8] [--sequence 512]
+    python benchmarks/prices.py [--rounds 9] [--plans 4] [--layers 2] [--hidden 512] [--heads 8] [--sequence 512]
                                 [--batch 4]
 
 The two-layer stack of benchmarks/engine.py, one thread. Plans: keep, recompute, and random ones that keep, recompute
 or (masks) store as bits each saved buffer. Predicted: the prices of the ops that the plan runs again and of its
 codecs, summed over the layers. Measured: the plan's step and the plain step take turns; the median of the
-differences of CPU seconds in a round, which a machine that others use too disturbs least.
+differences in CPU seconds, which a machine that others use too disturbs least, and their quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import random
 import statistics
 import sys
@@ -76,7 +77,7 @@ def plan_of(actions: tuple[tuple[str, Action], ...], graph: LayerGraph, name: st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
-        ("rounds", 15), ("plans", 5), ("layers", 2), ("hidden", 512), ("heads", 8), ("sequence", 512), ("batch", 4),
+        ("rounds", 9), ("plans", 4), ("layers", 2), ("hidden", 512), ("heads", 8), ("sequence", 512), ("batch", 4),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -88,11 +89,15 @@ def main() -> None:
     prices = MeasuredPrices(torch.device("cpu"))
     prices.codec(codecs.get("bitmask"), (2, 2**15), torch.float32)  # compiles
     began = time.perf_counter()
-    prices.measure(sample)
-    ops_seconds = time.perf_counter() - began
     prices.measure(sample, Rehearsal(stack[0], stack[0].forward, (x,), {}))
+    layer_seconds = time.perf_counter() - began
+    for buffer in sample.evidence.two_valued:
+        base = sample.graph.buffers[buffer].base
+        prices.codec(codecs.get("bitmask"), base.size, torch_dtype(base.dtype))
+    masks_seconds = time.perf_counter() - began - layer_seconds
     out = sys.stdout
-    out.write(f"ops timed in {ops_seconds:.2f} s, with the step {time.perf_counter() - began - ops_seconds:.2f} s\n")
+    out.write(f"priced in {layer_seconds:.2f} s (ops and step) and {masks_seconds:.2f} s (codecs of masks), ")
+    out.write(f"load {os.getloadavg()[0]:.1f}\n")
 
     def plain(layer: nn.Module, tensor: Tensor) -> Tensor:
         result = layer(tensor)
@@ -109,21 +114,22 @@ def main() -> None:
         for _ in range(2):
             variant.step(x)
         assert variant.handle is not None
-        began = time.perf_counter()
         predictions[name] = options.layers * predicted_us(sample, prices, variant.handle.plan.layers[0])
         variants.append(variant)
-    rows: dict[str, list[float]] = {v.name: [] for v in variants}
+    plain_seconds: list[float] = []
+    added: dict[str, list[float]] = {v.name: [] for v in variants[1:]}
     for _ in range(options.rounds):
-        for variant in variants:
-            rows[variant.name].append(variant.step(x)[0])
-    step = statistics.median(rows["plain"])
+        for variant in variants[1:]:
+            before = variants[0].step(x)[0]
+            added[variant.name].append(1e3 * (variant.step(x)[0] - before))
+            plain_seconds.append(before)
+    step = statistics.median(plain_seconds)
     predicted_step = options.layers * prices.step_us(sample.graph) / 1e6
-    out.write(f"plain step: {step:.3f} s; predicted {predicted_step:.3f} s\n\n")
+    out.write(f"plain step: {step:.3f} s; predicted {predicted_step:.3f} s; load {os.getloadavg()[0]:.1f}\n\n")
     out.write("| plan | predicted ms | measured ms | quartiles | predicted / measured | % of plain |\n")
     out.write("|---|---|---|---|---|---|\n")
     for name, predicted in predictions.items():
-        added = [1e3 * (a - b) for a, b in zip(rows[name], rows["plain"], strict=True)]
-        low, middle, high = statistics.quantiles(added, n=4)
+        low, middle, high = statistics.quantiles(added[name], n=4)
         ratio = f"{predicted / 1e3 / middle:.2f}" if predicted else ""
         out.write(
             f"| {name} | {predicted / 1e3:.1f} | {middle:.1f} | {low:.1f} .. {high:.1f} | {ratio} | "
