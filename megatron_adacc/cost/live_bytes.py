@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage
+from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage, storage_key
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Bytes now, the most since the last mark, and the same without the watched storages."""
+
+    now: int
+    peak: int
+    base_now: int
+    base_peak: int
+    alive: frozenset[int]  # names of the watched storages that are alive
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts storages that ops inside the mode give or read, from when they are first seen until they are freed.
 
     ``known``: tensors that were there before and are not counted. What a kernel allocates and frees inside one op
-    is not seen."""
+    is not seen. ``after_op`` is called when an op has run."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
+        self.after_op: Callable[[], None] | None = None
         self._known = [StorageWeakRef(t.untyped_storage()) for t in known if has_plain_storage(t)]
         self._known_keys = {reference.cdata for reference in self._known}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._peak = 0
+        self._watched: dict[int, int] = {}  # key of a storage -> its name
+        self._peak = self._base_peak = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -33,6 +46,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.see((args, kwargs, result))
+        if self.after_op is not None:
+            self.after_op()
         return result
 
     def see(self, value: Any) -> None:
@@ -44,22 +59,25 @@ class LiveBytes(TorchDispatchMode):
             key = int(storage._cdata)
             if key not in self._live and key not in self._known_keys:
                 self._live[key] = (StorageWeakRef(storage), storage.nbytes())
-        self._peak = max(self._peak, self.current())
+        self._note()
 
-    def current(self) -> int:
-        """Bytes that are live now."""
+    def watch(self, tensor: Tensor, name: int) -> None:
+        """From now on, count the tensor's storage apart; it goes by ``name``."""
+        if has_plain_storage(tensor) and storage_key(tensor) in self._live:
+            self._watched[storage_key(tensor)] = name
+
+    def _note(self) -> tuple[int, int]:
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
             del self._live[key]
-        return sum(size for _, size in self._live.values())
+            self._watched.pop(key, None)
+        now = sum(size for _, size in self._live.values())
+        base = now - sum(self._live[key][1] for key in self._watched)
+        self._peak, self._base_peak = max(self._peak, now), max(self._base_peak, base)
+        return now, base
 
-    def mark(self) -> tuple[int, int]:
-        """Bytes that are live now, and the most that were since the last mark."""
-        now = self.current()
-        peak = max(self._peak, now)
-        self._peak = now
-        return now, peak
-
-
-def fake(tensor: Tensor) -> bool:
-    """Whether the tensor has no contents."""
-    return isinstance(tensor, torch._subclasses.FakeTensor)
+    def mark(self) -> Mark:
+        """What is live now, and the most that was since the last mark."""
+        now, base = self._note()
+        found = Mark(now, self._peak, base, self._base_peak, frozenset(self._watched.values()))
+        self._peak, self._base_peak = now, base
+        return found

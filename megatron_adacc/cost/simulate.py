@@ -1,16 +1,12 @@
 """What a plan makes of one layer's memory: bytes held for the backward, and the most that lives while it runs.
 
-The stash is followed through the events of a recorded backward (cost/timeline.py): a kept buffer lives until
-its last handle and the last recipe that starts from it are gone; a packed one likewise, and what is decoded
-until its readers had it; the first reader of a group of recipes runs all of its steps, with their copies,
-frees and results that are written over operands. So
+The stash is followed through the events of a recorded rehearsal (cost/timeline.py): a kept buffer lives until its
+last handle and the last recipe that starts from it are gone; a packed one likewise, and what is decoded until its
+readers had it; the first reader of a group of recipes runs all of its steps, with their copies, frees and results
+that are written over operands. In the forward, a saved tensor that the plan does not keep lives as long as it
+does by itself. So
 
     bytes in an interval = base of the interval + what the plan holds, has decoded and has rebuilt then
-
-In the forward a tensor that the plan drops lives as long as it would by itself. Which tensors these are at a
-given moment was not recorded, only their sum; two sums are certainly not below the truth, and the smaller counts:
-
-    natural bytes + bytes the plan holds so far            bytes with everything held + packed bytes so far
 """
 
 from __future__ import annotations
@@ -61,14 +57,21 @@ class Simulator:
         self._graph = graph
         self._timeline = timeline
         self._context = context
-        # Saved by a branch that no output depends on: it is let go of when the forward returns.
-        self._dead = frozenset(i.index for i in timeline.forward if i.event == "release") if timeline else frozenset()
+        self._dead = timeline.dead if timeline is not None else frozenset()
+        self._storage_bytes = {b.storage: b.nbytes for b in graph.buffers}
         self._inputs = {graph.buffers[s.buffer].storage: s.requires_grad for s in graph.inputs}
 
     @property
     def device(self) -> torch.device:
         """Where the layer trains."""
         return self._context.device
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the differentiable inputs, held or not."""
+        graph = self._graph
+        found = {graph.buffers[s.buffer].storage: graph.buffers[s.buffer].nbytes for s in graph.inputs}
+        return sum(size for storage, size in found.items() if self._inputs[storage])
 
     def groups(self, fates: Fates) -> tuple[Group, ...]:
         """The groups of recipes that the engine makes for a plan."""
@@ -100,26 +103,23 @@ class Simulator:
         return sum(own.values()) + packed, sum(shared.values())
 
     def _forward(self, fates: Fates) -> int:
+        """The inputs live throughout: whoever calls the layer has them."""
         assert self._timeline is not None
         graph = self._graph
-        storages: dict[int, int] = {}
+        kept: set[int] = set()
         packed: dict[int, int] = {}
         highest = 0
-        for natural, all_held in zip(self._timeline.natural, self._timeline.forward, strict=False):
-            held = sum(storages.values()) + sum(packed.values())
-            inputs = sum(size for storage, size in storages.items() if storage in self._inputs)
-            highest = max(
-                highest,
-                min(natural.peak_bytes + held, all_held.peak_bytes + inputs + sum(packed.values())),
-            )
-            if natural.event == "pack":
-                index = graph.packs[natural.index].view.buffer
-                buffer = graph.buffers[index]
+        for interval in self._timeline.forward:
+            saved = (kept | interval.alive) - self._inputs.keys()
+            held = sum(self._storage_bytes[storage] for storage in saved) + sum(packed.values())
+            highest = max(highest, interval.peak_bytes + held)
+            if interval.event == "pack":
+                index = graph.packs[interval.index].view.buffer
                 if index in fates.packed:
                     packed[index] = fates.packed[index]
                 elif graph.is_activation(index) and index not in fates.dropped:
-                    storages[buffer.storage] = buffer.nbytes
-        return highest
+                    kept.add(graph.buffers[index].storage)
+        return highest + self.input_bytes
 
 
 def _live_buffers(graph: LayerGraph, dead: frozenset[int]) -> dict[int, None]:
@@ -156,7 +156,7 @@ class _Backward:
         packed = frozenset(fates.packed)
         self._rebuilds = [_Rebuild(graph, group, context, packed) for group in groups]
         self._rebuild_of = {b: r for r in self._rebuilds for b in r.group.targets}
-        dead = {i.index for i in timeline.forward if i.event == "release"}
+        dead = timeline.dead
         self._buffer_of = {
             p.index: p.view.buffer for p in graph.packs if graph.is_activation(p.view.buffer) and p.index not in dead
         }

@@ -1,13 +1,13 @@
 """What a layer's forward and backward need in memory beside what is saved, as a row of intervals.
 
-Two rehearsals are recorded. In the first, nothing that autograd saves is held, so that it shows how long tensors
-live by themselves (the natural bytes); in the second everything is held and the backward runs. A recording is cut
-into intervals at each pack, unpack and release of a saved tensor. What the saved tensors take is known from the
-graph, so the rest, gradients and temporaries, is
+Two rehearsals are recorded and cut into intervals at each pack, unpack and release of a saved tensor. In the first
+nothing that autograd saves is held, so that it shows how long these tensors live by themselves; in the second
+everything is held and the backward runs. In both
 
-    base = bytes counted - bytes of the saved buffers that are held in the interval
+    base = bytes counted - bytes of the saved buffers among them
 
-and any plan's bytes are the base and what the plan holds, decodes and rebuilds there (cost/simulate.py).
+is what gradients, temporaries and unsaved results take, and any plan's bytes are the base and what the plan holds,
+decodes and rebuilds then (cost/simulate.py).
 """
 
 from __future__ import annotations
@@ -25,23 +25,28 @@ from megatron_adacc.graph.model import LayerGraph
 
 @dataclass(frozen=True)
 class Interval:
-    """A stretch between two events. ``event``: what ended it, pack, unpack, release or end, of pack ``index``;
-    ``now_bytes``: counted at its end; ``peak_bytes``: the most inside it."""
+    """A stretch between two events. ``event``: what ended it, pack, unpack or release of pack ``index``, op (in the
+    forward), or end; ``now_bytes``: the base at its end; ``peak_bytes``: the largest base inside it; ``alive``: in
+    the forward, the storages of the graph that were saved before and were still alive by themselves when it began."""
 
     event: str
     index: int
     now_bytes: int
     peak_bytes: int
+    alive: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """``natural``: the forward with nothing held; ``forward``, ``backward``: with everything held. In the
-    backward's intervals the bytes are the base of the module's formula."""
+    """A layer's forward, in which nothing is held, and its backward."""
 
-    natural: tuple[Interval, ...]
     forward: tuple[Interval, ...]
     backward: tuple[Interval, ...]
+
+    @property
+    def dead(self) -> frozenset[int]:
+        """Packs of a branch that no output depends on: they are let go of when the forward returns."""
+        return frozenset(i.index for i in self.forward if i.event == "release")
 
 
 class _Handle:
@@ -60,25 +65,36 @@ class _Handle:
 class _Recording:
     """Intervals of one rehearsal. The engine may run a CUDA backward in a thread of its own."""
 
-    def __init__(self, live: LiveBytes, hold: bool) -> None:
-        self.live = live
-        self.hold = hold
-        self.intervals: list[Interval] = []
+    def __init__(self, graph: LayerGraph, live: LiveBytes, hold: bool) -> None:
+        self._graph = graph
+        self._live = live
+        self._hold = hold
+        self._alive: frozenset[int] = frozenset()
+        self._intervals: list[Interval] = []
+        self._lock = threading.RLock()
         self.packs = 0
         self.open = True
-        self._lock = threading.RLock()
 
     def mark(self, event: str, index: int) -> None:
         with self._lock:
             if self.open:
-                now, peak = self.live.mark()
-                self.intervals.append(Interval(event, index, now, peak))
+                mark = self._live.mark()
+                self._intervals.append(Interval(event, index, mark.base_now, mark.base_peak, self._alive))
+                self._alive = mark.alive
+
+    def op_ran(self) -> None:
+        self.mark("op", 0)
 
     def pack(self, tensor: Tensor) -> Any:
         index, self.packs = self.packs, self.packs + 1
-        self.live.see(tensor)
+        self._live.see(tensor)
         self.mark("pack", index)
-        return _Handle(self, index, tensor.detach() if self.hold else None)
+        if index < len(self._graph.packs):
+            buffer = self._graph.packs[index].view.buffer
+            if self._graph.is_activation(buffer):
+                self._live.watch(tensor, self._graph.buffers[buffer].storage)
+                self._alive |= {self._graph.buffers[buffer].storage}
+        return _Handle(self, index, tensor.detach() if self._hold else None)
 
     def unpack(self, handle: _Handle) -> Tensor:
         assert handle.tensor is not None
@@ -87,7 +103,7 @@ class _Recording:
 
     def take(self) -> tuple[Interval, ...]:
         with self._lock:
-            taken, self.intervals = tuple(self.intervals), []
+            taken, self._intervals = tuple(self._intervals), []
         return taken
 
 
@@ -102,9 +118,11 @@ def _check(graph: LayerGraph, recording: _Recording) -> None:
 
 def _run(graph: LayerGraph, call: Call, hold: bool) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
     live = LiveBytes([*call.inputs, *call.parameters])
-    recording = _Recording(live, hold)
+    recording = _Recording(graph, live, hold)
     with live:
+        live.after_op = recording.op_ran
         loss = call.forward(recording.pack, recording.unpack)
+        live.after_op = None
         recording.mark("end", 0)
         forward = recording.take()
         _check(graph, recording)
@@ -125,38 +143,9 @@ def record(graph: LayerGraph, rehearsal: Rehearsal, gradients_stay: bool = False
 
     Raises OtherSavesError where the layer then saves other tensors than its graph says."""
     with rehearsal.begin() as call:
-        natural, _ = _run(graph, call, hold=False)
+        forward, _ = _run(graph, call, hold=False)
     with rehearsal.begin() as call:
         if not gradients_stay:
             call.drop_parameter_gradients()
-        forward, backward = _run(graph, call, hold=True)
-    return Timeline(natural, forward, _without_saved(graph, forward, backward))
-
-
-def _without_saved(
-    graph: LayerGraph, forward: tuple[Interval, ...], intervals: tuple[Interval, ...]
-) -> tuple[Interval, ...]:
-    gone = {i.index for i in forward if i.event == "release"}
-    storage_of = {
-        p.index: graph.buffers[p.view.buffer].storage
-        for p in graph.packs
-        if graph.is_activation(p.view.buffer) and p.index not in gone
-    }
-    inputs = {graph.buffers[spec.buffer].storage for spec in graph.inputs}
-    size_of = {b.storage: b.nbytes for b in graph.buffers if b.storage not in inputs}
-    handles: dict[int, set[int]] = {}
-    for index, storage in storage_of.items():
-        if storage in size_of:
-            handles.setdefault(storage, set()).add(index)
-    held = sum(size_of[storage] for storage in handles)
-    found = []
-    for interval in intervals:
-        peak = interval.peak_bytes - held
-        if interval.event == "release" and interval.index in storage_of:
-            storage = storage_of[interval.index]
-            waiting = handles.get(storage, set())
-            waiting.discard(interval.index)
-            if not waiting and handles.pop(storage, None) is not None:
-                held -= size_of[storage]
-        found.append(Interval(interval.event, interval.index, interval.now_bytes - held, peak))
-    return tuple(found)
+        _, backward = _run(graph, call, hold=True)
+    return Timeline(forward, backward)
