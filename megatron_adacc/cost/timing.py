@@ -9,17 +9,20 @@ warms up.
     CPU    the wall clock; where other processes hold the cores and one thread computes, its CPU time, which is what
            the wall clock would show on a quiet machine
 
-A first touch of memory costs about as much as the arithmetic of a pointwise op on a CPU: the kernel zeroes each
-page. Codecs are therefore timed with the frees and allocations of a training step between them.
+A first touch of memory costs more than the arithmetic of a pointwise op on a CPU: the kernel zeroes each page. Blocks
+of 32 MiB or more get new pages each time, unless the C library finds a hole in its heap. Codecs are therefore timed
+with the frees of a training step between them, and with a heap that is full.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -41,6 +44,7 @@ LEAST_STEPS = 2  # of a whole step, which takes long and varies little
 MOST_ROUNDS = 15
 OPS_SECONDS = 0.6  # for the ops of a layer, and as much for its step
 CODEC_SECONDS = 0.15
+MOST_HOLES = 8
 CODEC_SAMPLE_ELEMENTS = 2**23  # a larger tensor is timed by a part of it: codecs are linear in its size
 BUSY = 1.05  # wall time by CPU time beyond which the cores are taken for shared with others
 
@@ -179,8 +183,25 @@ def time_codec(
     elif timed != tuple(size):
         content = content.reshape(tuple(size))[tuple(slice(n) for n in timed)].contiguous()
     state = codec.observe(content) if state is None else state  # known beforehand, as in the training
-    encode_us, decode_us = rounds_us(partial(_transcode, codec, content, state), device, budget_seconds)
+    with _full_heap(content):
+        encode_us, decode_us = rounds_us(partial(_transcode, codec, content, state), device, budget_seconds)
     return CodecPrice(encode_us * scale, decode_us * scale)
+
+
+@contextlib.contextmanager
+def _full_heap(like: Tensor) -> Iterator[None]:
+    """Inside, the CPU's heap has no hole as large as this tensor, as when a backward pass begins and everything that
+    was saved is there: whether a decoded tensor needs new pages must not hang on what was freed before."""
+    held: list[Tensor] = []
+    while like.device.type == "cpu" and len(held) < MOST_HOLES:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held.append(torch.zeros_like(like))
+        if resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > like.nbytes // resource.getpagesize() // 2:
+            break
+    try:
+        yield
+    finally:
+        held.clear()
 
 
 def _transcode(codec: Codec, content: Tensor, state: State | None, clock: Clock) -> None:
