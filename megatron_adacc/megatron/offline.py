@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import io
 import logging
+import os
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,6 +30,7 @@ from megatron_adacc.devices.absent import absent_cuda
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph, Origin
 from megatron_adacc.graph.prove import prove, same_program
+from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.graph.storages import call_tensors, flatten_tensors
 from megatron_adacc.graph.tracer import Traced, Tracer
 from megatron_adacc.graph.verify import Evidence, unverified
@@ -156,6 +158,7 @@ def open_stage(settings: Settings) -> Iterator[Stage]:
     _import_megatron()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(_environment_kept())
         stack.enter_context(absent_cuda(settings.capability, settings.memory_bytes))
         args, replaced = offline_flags.parse(flags, settings.world_size or tensor * pipeline, rank)
         stack.enter_context(lone_rank(args, tensor * pipeline, rank))
@@ -199,6 +202,16 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _trace_stage(args: Namespace, pipeline_rank: int) -> Stage:
     from megatron.core import parallel_state
 
@@ -213,18 +226,21 @@ def _trace_stage(args: Namespace, pipeline_rank: int) -> Stage:
         traced = _settled(call)
         outside.append(Outside(number, traced.graph, unverified(traced.graph), call))
     chunk_of = [number for number, layers in enumerate(members) for _ in layers]
-    found = []
+    found: dict[Hashable, Layers] = {}
     for places in _classes(calls, chunk_of):
-        call = calls[places[0]]
+        number, call = chunk_of[places[0]], calls[places[0]]
         traced = _settled(call)
-        found.append(Layers(chunk_of[places[0]], places, traced.graph, unverified(traced.graph), call))
+        key = number, fingerprint(traced.graph)
+        # Layers that a number tells apart, and their graphs do not: the number is that of the layer.
+        places = (*(found[key].places if key in found else ()), *places)
+        found[key] = Layers(number, places, traced.graph, unverified(traced.graph), call)
         _backward(call)  # for the global buffers that only a backward pass asks for
     parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}.values()
     workspace = parallel_state.get_global_memory_buffer().buffer.values()
     return Stage(
         args=args,
         pipeline_rank=pipeline_rank,
-        layers=tuple(found),
+        layers=tuple(found.values()),
         outside=tuple(outside),
         layers_of_chunks=tuple(len(layers) for layers in members),
         parameter_count=sum(p.numel() for p in parameters),
@@ -242,9 +258,10 @@ def _build(args: Namespace) -> list[Any]:
 
     from megatron_adacc.megatron.layer import marked
     from megatron_adacc.patches import core_transformer_spec_utils, core_transformer_torch_norm, patching
+    from megatron_adacc.patches.training_argument_utils import with_sentences
 
-    config = gpt_config_from_args(args)
-    config.finalize()
+    config = with_sentences(gpt_config_from_args)(args)
+    with_sentences(config.finalize)()
     groups = ProcessGroupCollection.use_mpu_process_groups()
     with patching.apply([*core_transformer_spec_utils.patches(marked), *core_transformer_torch_norm.patches()]):
         chunks = GPTModelBuilder(config).build_distributed_models(
@@ -270,20 +287,22 @@ def _chunk_call(args: Namespace, chunk: Any, layers: Sequence[nn.Module]) -> Cal
     mask = None
     if (first or last) and args.create_attention_mask_in_dataloader:
         mask = torch.zeros((args.micro_batch_size, 1, args.seq_length, args.seq_length), dtype=torch.bool)
-    received = None
+    received = None  # from the stage before
     if not first:
         length = args.seq_length // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         size = (length, args.micro_batch_size, args.hidden_size)
         received = torch.zeros(size, dtype=model.config.pipeline_dtype or args.params_dtype, requires_grad=True)
 
-    def forward(*inputs: Any, **named: Any) -> Any:
-        if received is not None:
-            model.set_input_tensor(received)
-        with _left_out(layers, []):
-            return chunk(*inputs, **named)
+    def forward(received: Tensor | None, *inputs: Any, **named: Any) -> Any:
+        model.set_input_tensor(received)
+        try:
+            with _left_out(layers, []):
+                return chunk(*inputs, **named)
+        finally:
+            model.set_input_tensor(None)
 
     labels = {"labels": tokens, "loss_mask": torch.ones(shape)} if last else {"labels": None, "loss_mask": None}
-    return Call(chunk, forward, (tokens if first else None, positions, mask), labels)
+    return Call(chunk, forward, (received, tokens if first else None, positions, mask), labels)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ missing, and each replacement is told in a sentence: the layer on the real devic
 """
 
 import argparse
+import dataclasses
 import inspect
 import os
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.flags import AdaccFlags
 from megatron_adacc.megatron.trace_flags import parse_known
 
 # The flags of a job that change neither its layers nor its optimizer, by the number of their values.
@@ -23,8 +25,8 @@ _JOB_FLAGS: dict[str | int, str] = {
     1: (
         "data-args-path per-split-data-args-path split data-cache-path tokenizer-type tokenizer-model vocab-file "
         "merge-file load save pretrained-checkpoint save-interval tensorboard-dir wandb-project wandb-exp-name "
-        "train-iters train-samples eval-interval eval-iters log-interval adacc-plan adacc-device adacc-report "
-        "adacc-limit distributed-backend lr-warmup-iters lr-warmup-samples lr-decay-iters lr-decay-samples "
+        "train-iters train-samples eval-interval eval-iters log-interval distributed-backend "
+        "lr-warmup-iters lr-warmup-samples lr-decay-iters lr-decay-samples "
         "lr-wsd-decay-iters lr-wsd-decay-samples"
     ),
     "*": "data-path train-data-path valid-data-path test-data-path rampup-batch-size",
@@ -112,6 +114,8 @@ def offline_flags(given: Sequence[str]) -> tuple[list[str], list[str]]:
         how: dict[str, Any] = {"action": "store_true"} if values == 0 else {"nargs": None if values == 1 else values}
         for flag in flags.split():
             parser.add_argument(f"--{flag}", **how)
+    for own in dataclasses.fields(AdaccFlags):
+        parser.add_argument(f"--{own.name.replace('_', '-')}")
     _, kept = parse_known(parser, given)
     names = {token.split("=")[0] for token in kept if token.startswith("--")}
     if "--yaml-cfg" in names:
@@ -187,7 +191,8 @@ def fused_functions(args: Namespace) -> list[str]:
 
 
 def parse(flags: Sequence[str], world_size: int, rank: int) -> tuple[Namespace, list[str]]:
-    """Megatron's validated arguments for one rank, and what was assumed. To be called inside `absent_cuda`.
+    """Megatron's validated arguments for one rank, and what was assumed. To be called inside `absent_cuda`; writes the
+    environment of the rank.
 
     Raises UserError with Megatron's own words where it refuses them."""
     from megatron.training import arguments
@@ -201,7 +206,7 @@ def parse(flags: Sequence[str], world_size: int, rank: int) -> tuple[Namespace, 
         parser.error = refuse  # type: ignore[method-assign]
         return parser
 
-    environment, command = dict(os.environ), sys.argv
+    command = sys.argv
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
     sys.argv = ["adacc plan", *flags]
     try:
@@ -211,8 +216,6 @@ def parse(flags: Sequence[str], world_size: int, rank: int) -> tuple[Namespace, 
         with_sentences(inspect.unwrap(arguments.validate_args))(args)
     finally:
         sys.argv = command
-        os.environ.clear()
-        os.environ.update(environment)
     return args, [*sentences, *fused_functions(args)]
 
 
