@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,21 @@ def test_a_large_tensor_is_timed_by_a_part(scripted, monkeypatch):
 def test_the_part_keeps_the_channels(size, axis, part):
     assert timing._part(size, axis) == part
     assert math.prod(part) <= 2**23 or axis is not None
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_a_full_heap_has_no_hole_for_what_is_decoded():
+    pages = 2**22 // resource.getpagesize()
+    # Holes: every second block of a row is freed.
+    row = [torch.zeros(2**20) for _ in range(8)]
+    del row[1::2]
+    with timing._full_heap(row[0]):
+        before = page_faults()
+        torch.zeros(2**20)
+        assert page_faults() - before > pages // 2
 
 
 # ---- MeasuredPrices and its cache ----
