@@ -32,7 +32,7 @@ ACCUMULATION = "torch::autograd::AccumulateGrad"
 
 def run_backward(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], keep_graph: bool, create_graph: bool,
-    inputs: Sequence[Tensor] = (), *, allow_unreachable: bool = True, accumulate_grad: bool = True,
+    inputs: Sequence[Tensor] = (), allow_unreachable: bool = True, accumulate_grad: bool = True,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """In place of the engine behind Tensor.backward(). The outputs leave the graph, unless it is kept: they are
     what holds its nodes.
