@@ -76,8 +76,6 @@ def _replacements(capability: tuple[int, int], memory_bytes: int) -> Iterator[tu
     yield cuda, "set_stream", _fixed(None)
     yield torch.Tensor, "record_stream", _fixed(None)
     # Nothing is drawn: generators are asked for states, and told them, for no effect.
-    yield cuda, "_lazy_init", _fixed(None)
-    yield cuda, "_lazy_call", _fixed(None)
     for module in (cuda, cuda.random):
         yield module, "get_rng_state", _fixed(state)
         yield module, "set_rng_state", _fixed(None)

@@ -163,7 +163,7 @@ def open_stage(settings: Settings) -> Iterator[Stage]:
         args, replaced = offline_flags.parse(flags, settings.world_size or tensor * pipeline, rank)
         stack.enter_context(lone_rank(args, tensor * pipeline, rank))
         try:
-            stage = _trace_stage(args, settings.pipeline_rank)
+            stage = trace_stage(args, settings.pipeline_rank)
         except UserError:
             raise
         except (AssertionError, ValueError, RuntimeError, ImportError, NotImplementedError) as error:
@@ -212,7 +212,8 @@ def _environment_kept() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _trace_stage(args: Namespace, pipeline_rank: int) -> Stage:
+def trace_stage(args: Namespace, pipeline_rank: int) -> Stage:
+    """Build and trace the stage of this rank of a job whose process groups stand, real or not."""
     from megatron.core import parallel_state
 
     chunks = _build(args)

@@ -40,7 +40,7 @@ def main() -> None:
 
     args = arguments.parse_and_validate_args()
     initialize.initialize_megatron()
-    content = summary(offline._trace_stage(args, 0))
+    content = summary(offline.trace_stage(args, 0))
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(content))
 
 
