@@ -134,15 +134,16 @@ def _maximal(all_: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def heaviest(schedule: Schedule, stage: int, weights: Sequence[int] | None = None) -> tuple[int, ...]:
     """Forwards alive of each chunk at the moment when their weighted sum is largest. ``weights[c]``: bytes that one
-    forward of chunk c holds; None counts forwards. Of equally heavy moments it is the one with the most forwards.
+    forward of chunk c holds; None counts forwards. Of equally heavy moments it is the one with the most forwards of
+    the last chunk.
 
     Raises UserError where there is not one weight a chunk."""
     weighed = [1] * schedule.chunks if weights is None else list(weights)
     if len(weighed) != schedule.chunks:
         raise UserError(f"{len(weighed)} weights are given for {schedule.chunks} chunks: one a chunk is needed.")
 
-    def weight(alive: tuple[int, ...]) -> tuple[int, int]:
-        return sum(count * size for count, size in zip(alive, weighed, strict=True)), sum(alive)
+    def weight(alive: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        return sum(count * size for count, size in zip(alive, weighed, strict=True)), alive[::-1]
 
     return max((moment.alive for moment in moments(schedule, stage)), key=weight)
 

@@ -65,7 +65,11 @@ class Training:
         if self.zero not in range(4):
             raise UserError(f"The ZeRO stage is {self.zero}, but the stages are 0, 1, 2 and 3.")
         if self.gradient_bytes not in (None, self.parameter_bytes, 4):
-            raise UserError(f"Gradients of {self.precision} parameters have {self.parameter_bytes} or 4 bytes.")
+            allowed = "4 bytes" if self.parameter_bytes == 4 else f"{self.parameter_bytes} or 4 bytes"
+            raise UserError(
+                f"Gradients of {self.precision} parameters have {allowed} an element, but {self.gradient_bytes} is "
+                "given."
+            )
 
     @property
     def parameter_bytes(self) -> int:

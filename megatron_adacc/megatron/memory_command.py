@@ -4,7 +4,8 @@
     adacc memory --config configs/gpt_345m.yaml --micro-batch-size 8 --world 8
 
 The first counts parameters of no particular model. The second reads a model by Megatron's flags and shows every
-pipeline stage. No GPU is needed and nothing is built.
+pipeline stage, with what lies outside its layers. What the layers hold is for `adacc trace` to say. No GPU is needed
+and nothing is built.
 """
 
 import argparse
@@ -13,9 +14,12 @@ import math
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_adacc.atomic import write_text
+from megatron_adacc.cost.gpt_parameters import count
+from megatron_adacc.cost.in_flight import heaviest
 from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.static_memory import OPTIMIZERS, PRECISIONS, StaticBytes, Training, of_elements
 from megatron_adacc.errors import UserError
@@ -24,6 +28,8 @@ from megatron_adacc.megatron.trace_flags import flags_of_file, parse_known
 PROGRAM = "adacc memory"
 FORMAT = 1
 GIB = 2**30
+
+_FP32_GRADIENTS = "--accumulate-allreduce-grads-in-fp32"
 
 _PARTS = {
     "parameters": "parameters",
@@ -37,7 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Our own options; all others are Megatron's flags."""
     parser.usage = (
         "adacc memory --params N [--optimizer adam|sgd] [--precision fp32|fp16|bf16] [--world N] [--zero 0|1|2|3]\n"
-        "       adacc memory [--config FILE] [--micro-batch N] [--world N] [Megatron's flags]"
+        f"                    [{_FP32_GRADIENTS}]\n"
+        "       adacc memory [--config FILE] [--micro-batch N] [--world N] [--device cuda|cpu] [Megatron's flags]"
     )
     parser.description = "Say what parameters, gradients and optimizer state need on each rank."
     parser.add_argument("--params", metavar="N", help="number of parameters, such as 1.5e9")
@@ -52,6 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", metavar="N", help="ranks of the job (default: what the splits need)")
     parser.add_argument("--config", metavar="FILE", help="a YAML of Megatron's flags by name, such as configs/*.yaml")
     parser.add_argument("--micro-batch", metavar="N", help="the same as --micro-batch-size N")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="with a model: where it is trained (default: cuda)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - prints them instead of the table")
     parser.set_defaults(arguments=[])
 
@@ -91,7 +101,8 @@ def _whole(flag: str, text: str | None, default: int) -> int:
 
 
 def _of_parameters(own: Namespace, rest: list[str]) -> dict[str, Any]:
-    if own.config is not None or own.micro_batch is not None or rest:
+    wide = rest == [_FP32_GRADIENTS]
+    if own.config is not None or own.micro_batch is not None or (rest and not wide):
         other = "--config" if own.config else "--micro-batch" if own.micro_batch else rest[0]
         raise UserError(f"--params counts parameters of no particular model, so it does not go with {other}.")
     elements = _whole("--params", own.params, 0)
@@ -101,6 +112,7 @@ def _of_parameters(own: Namespace, rest: list[str]) -> dict[str, Any]:
     training = Training(
         precision=own.precision or "fp32",
         optimizer=own.optimizer or "adam",
+        gradient_bytes=4 if wide else None,
         zero=_whole("--zero", own.zero, 0),
         data_parallel=world,
     )
@@ -126,7 +138,8 @@ def _of_job(own: Namespace, rest: list[str]) -> dict[str, Any]:
         flags += ["--optimizer", own.optimizer]
     if own.micro_batch is not None:
         flags += ["--micro-batch-size", own.micro_batch]
-    from megatron_adacc.megatron.read_job import job_of_flags, ranks_of_one_replica
+    from megatron_adacc.megatron.memory_check import megatron_static_bytes
+    from megatron_adacc.megatron.read_job import args_of_flags, job_of_args, ranks_of_one_replica
 
     smallest = ranks_of_one_replica(flags)
     world = _whole("--world", own.world, smallest)
@@ -134,37 +147,80 @@ def _of_job(own: Namespace, rest: list[str]) -> dict[str, Any]:
         raise UserError(
             f"--world is {world}, but the model is split over {smallest} ranks: give a multiple of {smallest}."
         )
-    job = job_of_flags(PROGRAM, flags, world)
+    cuda = own.device == "cuda"
+    args = args_of_flags(PROGRAM, flags, world, cuda)
+    job = job_of_args(args, cuda)
+    stages = [
+        {**_stage(stage, job.parameters(stage), job.static_bytes(stage)), **_outside(job, stage)}
+        for stage in range(len(job.stages))
+    ]
     return {
         "format": FORMAT,
-        "parameters": _all_parameters(job),
-        "stages": [_stage(stage, job.parameters(stage), job.static_bytes(stage)) for stage in range(len(job.stages))],
+        "parameters": count(job.model),
+        "stages": stages,
+        "megatron_static_bytes": megatron_static_bytes(args, job),
     }
 
 
-def _all_parameters(job: Job) -> int:
-    from megatron_adacc.cost.gpt_parameters import count
-
-    return count(job.model)
+def _outside(job: Job, stage: int) -> dict[str, Any]:
+    """What a stage holds outside its layers, see cost/job.py."""
+    room = job.room(stage)
+    return {
+        "layers": [chunk.layers for chunk in job.stages[stage]],
+        "in_flight": heaviest(job.schedule, stage, [chunk.layers for chunk in job.stages[stage]]),
+        "outside_held_bytes": [chunk.held for chunk in job.outer_bytes(stage)],
+        "fixed_bytes": room.fixed_bytes,
+        "transient_bytes": room.transient_bytes,
+        "end_bytes": room.end_bytes,
+        "step_bytes": room.step_bytes,
+    }
 
 
 def _show(content: dict[str, Any]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     stages = content["stages"]
-    table = Table(title=f"{content['parameters']:,} parameters: bytes a rank holds through the whole training")
-    table.add_column("what")
+    alone = len(stages) == 1
+    title = f"{content['parameters']:,} parameters: bytes on each rank" + ("" if alone else " of a pipeline stage")
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column("through the whole training", no_wrap=True)
     for stage in stages:
-        table.add_column("a rank" if len(stages) == 1 else f"stage {stage['stage']}", justify="right")
-    if len(stages) == 1:
+        table.add_column("bytes" if alone else f"stage {stage['stage']}", justify="right")
+    if alone:
         table.add_column("a parameter", justify="right")
-    rows = [(label, [stage["bytes"][name] for stage in stages]) for name, label in _PARTS.items()]
-    for label, values in [*rows, ("in all", [stage["total_bytes"] for stage in stages])]:
-        cells = [f"{value:,}" for value in values]
-        if len(stages) == 1:
-            cells.append(f"{values[0] / stages[0]['parameters']:.4g}")
-        table.add_row(label, *cells, style="bold" if label == "in all" else None)
-    table.add_row("in GiB", *(f"{stage['total_bytes'] / GIB:.2f}" for stage in stages))
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "100"))
-    Console(width=width).print(table)
+
+    def add(label: str, values: list[int], style: str | None = None, each: bool = False) -> None:
+        share = [f"{values[0] / stages[0]['parameters']:.4g}"] if alone and each else []
+        table.add_row(label, *(f"{value:,}" for value in values), *share, style=style)
+
+    for name, label in _PARTS.items():
+        add(label, [stage["bytes"][name] for stage in stages], each=True)
+    add("in all", [stage["total_bytes"] for stage in stages], "bold", each=True)
+    table.add_row("in GiB", *(f"{stage['total_bytes'] / GIB:.2f}" for stage in stages), end_section=True)
+    if "layers" in stages[0]:
+        table.add_row("[bold]outside the layers[/bold]")
+        add("alive whenever a layer runs, with the above", [stage["fixed_bytes"] for stage in stages])
+        add("and between forward and backward", [stage["transient_bytes"] for stage in stages])
+        add("while the optimizer steps, in all", [stage["step_bytes"] for stage in stages])
+        layers, alive = ([_joined(stage[name]) for stage in stages] for name in ("layers", "in_flight"))
+        table.add_row("[bold]the layers[/bold]")
+        table.add_row("layers" + _of_chunks(stages), *layers)
+        table.add_row("micro-batches in flight" + _of_chunks(stages), *alive)
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", str(60 + 20 * len(stages))))
+    console = Console(width=width, highlight=False)
+    console.print(table)
+    if "megatron_static_bytes" in content:
+        console.print(
+            f"Megatron's own estimate of the parameters, gradients and optimizer state of the fullest rank is "
+            f"{content['megatron_static_bytes']:,} bytes; docs/memory.md says what it leaves out."
+        )
+
+
+def _joined(values: Sequence[int]) -> str:
+    return " + ".join(map(str, values))
+
+
+def _of_chunks(stages: list[dict[str, Any]]) -> str:
+    return " of its chunks" if len(stages[0]["layers"]) > 1 else ""

@@ -5,6 +5,7 @@ import io
 import math
 import os
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,11 @@ def job_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: bool
     has. Starts nothing; Megatron is imported.
 
     Raises UserError in Megatron's words for what it refuses, and for kinds of model that are not counted."""
+    return job_of_args(args_of_flags(program, flags, world_size, cuda), cuda)
+
+
+def args_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: bool | None = None) -> Namespace:
+    """Megatron's validated arguments for such a job. Raises UserError in Megatron's words for what it refuses."""
     from megatron_adacc.megatron import launch
 
     tokens = list(flags)
@@ -54,14 +60,20 @@ def job_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: bool
     before = sys.argv, os.environ.get("WORLD_SIZE")
     sys.argv, os.environ["WORLD_SIZE"] = [program, *tokens], str(world_size)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all of its arguments
-            return job_of_args(_validated(), cuda)
+        # Megatron prints all of its arguments, and warns of what it sets itself.
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            args = _validated()
     finally:
         sys.argv = before[0]
         if before[1] is None:
             del os.environ["WORLD_SIZE"]
         else:
             os.environ["WORLD_SIZE"] = before[1]
+    if cuda:
+        # On a machine without a GPU the flags were made to fit its CPU.
+        args.transformer_impl = _value(tokens, "--transformer-impl") or "transformer_engine"
+    return args
 
 
 def ranks_of_one_replica(flags: Sequence[str]) -> int:

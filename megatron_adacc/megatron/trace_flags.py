@@ -41,7 +41,8 @@ def parse_known(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tu
     try:
         return parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
-        raise UserError(f"{error} (see adacc trace --help).") from None
+        program = parser.prog if parser.add_help else "adacc trace"
+        raise UserError(f"{error} (see {program} --help).") from None
 
 
 def flags_of_file(path: str) -> list[str]:

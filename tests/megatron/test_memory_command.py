@@ -1,0 +1,209 @@
+"""adacc memory: tables, JSON, sentences; the configs; the comparison with Megatron's own estimate."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_adacc import cli
+from megatron_adacc.megatron.trace_flags import flags_of_file
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+# Parameters with padded vocabulary.
+COUNTS = {
+    "gpt_117m": 124_475_904,
+    "gpt_345m": 354_871_296,
+    "gpt_4_7b": 5_043_363_840,
+    "llama_1_3b": 1_345_423_360,
+    "llama_7b": 6_738_415_616,
+}
+SMALL = [
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
+    *("--vocab-size", "100"),
+]
+
+
+@pytest.fixture
+def fork(zygote, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """fork(script, *arguments) -> exit code, and output and errors together."""
+
+    def call(script: Path, *arguments: str) -> tuple[int, str]:
+        output = tmp_path / "output.txt"
+        output.unlink(missing_ok=True)
+        code = zygote.run(script, list(arguments), 1, {}, output)
+        return code, output.read_text()
+
+    return call
+
+
+@pytest.fixture
+def adacc(fork) -> Callable[..., tuple[int, str]]:
+    """adacc(*arguments), in a fork that has imported Megatron."""
+    return lambda *arguments: fork(ROOT / "megatron_adacc" / "cli.py", *arguments)
+
+
+def test_1_5_billion_parameters(capsys):
+    arguments = ["memory", "--params", "1.5e9", "--optimizer", "adam", "--precision", "fp16"]
+    assert cli.main([*arguments, "--json", "-"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    (rank,) = content["stages"]
+    assert content["parameters"] == 1_500_000_000
+    assert rank["bytes"] == {
+        "parameters": 3_000_000_000,
+        "gradients": 3_000_000_000,
+        "master": 6_000_000_000,
+        "moments": 12_000_000_000,
+    }
+    assert (rank["total_bytes"], rank["bytes_per_parameter"]) == (24_000_000_000, 16)
+    assert cli.main(arguments) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["in", "all", "24,000,000,000", "16"] in rows
+    assert ["parameters", "3,000,000,000", "2"] in rows
+
+
+@pytest.mark.parametrize(
+    ("flags", "total"),
+    [
+        (["--precision", "fp16", "--world", "8", "--zero", "3"], 3_000_000_000),
+        (["--precision", "fp16", "--world", "8"], 24_000_000_000),
+        (["--precision", "fp16", "--accumulate-allreduce-grads-in-fp32"], 27_000_000_000),
+        ([], 24_000_000_000),
+    ],
+)
+def test_totals(flags, total, tmp_path):
+    path = tmp_path / "memory.json"
+    assert cli.main(["memory", "--params", "1500000000", *flags, "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["stages"][0]["total_bytes"] == total
+
+
+def test_nothing_heavy_is_imported_to_count_parameters():
+    code = (
+        "import sys; from megatron_adacc import cli; cli.main(['memory', '--params', '1e9']); "
+        "print([name for name in ('torch', 'megatron', 'ortools') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "Give a model: --params N, or --config FILE and Megatron's flags (see adacc memory --help)."),
+        (["--params", "-3"], "--params is -3, but it must be a whole number that is not negative."),
+        (["--params", "1.5"], "--params is 1.5, but it must be a whole number that is not negative."),
+        (["--params", "many"], "--params is 'many', but it must be a number."),
+        (["--params", "nan"], "--params is nan, but it must be a whole number that is not negative."),
+        (["--params", "0"], "0 parameters are given, but a model has at least one."),
+        (
+            ["--params", "1e9", "--optimizer", "adagrad"],
+            "The optimizer is 'adagrad', but the known ones are adam, sgd.",
+        ),
+        (
+            ["--params", "1e9", "--precision", "int8"],
+            "The precision is 'int8', but the known ones are fp32, fp16, bf16.",
+        ),
+        (["--params", "1e9", "--zero", "4"], "The ZeRO stage is 4, but the stages are 0, 1, 2 and 3."),
+        (["--params", "1e9", "--world", "0"], "--world is 0, but a job has at least one rank."),
+        (["--params", "1e9", "--world", "-8"], "--world is -8, but it must be a whole number that is not negative."),
+        (["--params", "1e9", "--world"], "argument --world: expected one argument (see adacc memory --help)."),
+        (["--params", "1e9", "--config", "x.yaml"], "does not go with --config."),
+        (["--params", "1e9", "--num-layers", "2"], "does not go with --num-layers."),
+        (["--config", "absent.yaml"], "The config absent.yaml cannot be read: No such file or directory."),
+        ([*SMALL, "--precision", "fp16"], "--precision goes with --params; a model's is said by Megatron's flags."),
+        (
+            [*SMALL, "--world", "3", "--tensor-model-parallel-size", "2"],
+            "--world is 3, but the model is split over 2 ranks: give a multiple of 2.",
+        ),
+        (
+            [*SMALL, "--tensor-model-parallel-size", "0"],
+            "--tensor-model-parallel-size is '0', but it must be a whole number of at least 1.",
+        ),
+        (["--params", "1e9", "--json", "/absent/memory.json"], "/absent/memory.json cannot be written:"),
+    ],
+)
+def test_sentences(arguments, sentence, capsys):
+    assert cli.main(["memory", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("adacc memory: error: ")
+    assert sentence in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (SMALL[:-2], "The size of the vocabulary is not given: add --vocab-size, or --padded-vocab-size for the size"),
+        ([*SMALL, "--num-experts", "4"], "--num-experts 4 is not in the memory model: leave it out."),
+        ([*SMALL, "--pipeline-model-parallel-size", "3"], "Number of layers should be divisible"),
+        ([*SMALL, "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    ],
+)
+def test_sentences_of_a_model(arguments, sentence, adacc):
+    code, text = adacc("memory", *arguments)
+    assert code == 2
+    assert sentence in text
+    assert "Traceback" not in text
+
+
+def test_a_pipeline(adacc):
+    pipeline = ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+    arguments = ["memory", *SMALL, *pipeline, "--global-batch-size", "4", "--world", "2"]
+    code, text = adacc(*arguments, "--json", "-")
+    assert code == 0, text
+    first, last = json.loads(text[text.index("{") :])["stages"]
+    assert (first["layers"], last["layers"]) == ([1, 1], [1, 1])
+    assert (first["in_flight"], last["in_flight"]) == ([3, 2], [2, 1])
+    # 4 layers of 12 h h + 13 h, two of them on each stage, the word embedding on both.
+    layers, words = 2 * (12 * 32 * 32 + 13 * 32), 128 * 32
+    assert first["parameters"] == layers + words + 16 * 32
+    assert last["parameters"] == layers + words + 2 * 32
+    # Only the last stage has a head between its forward and its backward.
+    assert first["transient_bytes"] == 0
+    assert last["outside_held_bytes"] == [0, 2 * 16 * 32 * 4 + 8 * 16 + 4 * 16 * 128 + 9 * 16]
+    code, text = adacc(*arguments)
+    assert "micro-batches in flight of its chunks" in text
+    assert "Megatron's own estimate" in text
+
+
+def test_configs_against_megatron(fork):
+    """Every config is parsed by Megatron, has the parameters that its comment says, and differs from Megatron's
+    estimate by exactly the bytes that are explained."""
+    calls = [f"{CONFIGS / name}.yaml,1" for name in COUNTS]
+    calls.append(f"{CONFIGS / 'gpt_345m'}.yaml,8,--use-distributed-optimizer")
+    code, text = fork(ROOT / "tests" / "megatron" / "memory_check_script.py", *calls)
+    assert code == 0, text[-4000:]
+    rows = json.loads(next(line for line in text.splitlines() if line.startswith("JSON")).removeprefix("JSON"))
+    assert [row["parameters"] for row in rows] == [*COUNTS.values(), COUNTS["gpt_345m"]]
+    for row in rows:
+        assert row["static"] - row["megatron_static"] == sum(row["static_differences"].values())
+        assert row["outside"] - row["megatron_outside"] == sum(row["outside_differences"].values())
+    by_name = dict(zip(COUNTS, rows, strict=False))
+    assert by_name["llama_7b"]["static"] == by_name["llama_7b"]["megatron_static"] == 18 * COUNTS["llama_7b"]
+    assert by_name["gpt_345m"]["static"] == 16 * COUNTS["gpt_345m"]
+    assert by_name["gpt_345m"]["megatron_static"] == 6_364_827_648
+    for name in COUNTS:
+        assert f"{COUNTS[name]:,}" in (CONFIGS / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["gpt_345m", "llama_7b"])
+def test_a_config_is_traced(name, adacc):
+    """Scaled down: flags given after the config's win."""
+    code, text = adacc(
+        *("trace", "--config", str(CONFIGS / f"{name}.yaml"), "--plan", "keep", "--json", "-"),
+        *("--hidden-size", "32", "--ffn-hidden-size", "64", "--num-attention-heads", "4"),
+        *("--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "2"),
+    )
+    assert code == 0, text[-4000:]
+    content = json.loads(text[text.index("{") :])
+    sizes = {row["dtype"] for row in content["rows"]}
+    assert {"gpt_345m": "float16", "llama_7b": "bfloat16"}[name] in sizes
+    assert content["totals"]["measured_bytes"] == content["totals"]["held_bytes"] > 0
+
+
+def test_flags_of_a_config():
+    flags = flags_of_file(str(CONFIGS / "llama_7b.yaml"))
+    assert flags[flags.index("--ffn-hidden-size") + 1] == "11008"
+    assert "--swiglu" in flags
