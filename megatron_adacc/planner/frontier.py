@@ -59,6 +59,11 @@ class Points:
     def __len__(self) -> int:
         return len(self.nbytes)
 
+    def subset(self, index: Ints) -> Points:
+        """The plans ``index``, in that order."""
+        actions = tuple(self.actions[i] for i in index)
+        return Points(self.nbytes[index], self.cost[index], self.error[index], actions)
+
 
 class LayerPaths:
     """The graph of a layer's plans. ``error_grid``: None to leave errors out of account. ``lossless``: codecs with an
@@ -80,6 +85,10 @@ class LayerPaths:
         for op, sites in steps:
             nodes = self._add_stage(nodes, op, [self._index[s] for s in sites])
         self.possible = bool(nodes)
+
+    def lossless(self) -> LayerPaths:
+        """The same without the codecs that have an error."""
+        return LayerPaths(self.layer, self._cost_grid, self._error_grid, lossless=True)
 
     def _options(self, buffer: BufferItem, needed: bool, asked: bool) -> list[tuple[str, int, int, int]]:
         """(action, bytes, cost, error) that the buffer may get."""

@@ -28,9 +28,11 @@ LAST_RESORT_SECONDS = 5.0
 
 @dataclass
 class Formulation:
-    """An integer program, and what its variables come to: cost (units), bytes of (4), error (units)."""
+    """An integer program, and what its variables come to: cost (units), bytes of (4), error (units); and
+    ``other_bytes``, which stand beside them in (4)."""
 
     program: IntegerProgram
+    other_bytes: int
     cost: list[Term] = field(default_factory=list)
     weight: list[Term] = field(default_factory=list)
     error: list[Term] = field(default_factory=list)
@@ -67,29 +69,29 @@ def error_grid(problem: Problem) -> Grid | None:
     return Grid.fitting([*values, problem.error_budget], problem.error_budget, MOST_UNITS, round_up=True)
 
 
-def solve(formulation: Formulation, problem: Problem, started: float) -> Found:
-    """Solve (4) and (5) over the formulation. started: of time.monotonic()."""
+def solve(formulation: Formulation, problem: Problem, started: float, lightest: bool = True) -> Found:
+    """Solve (4) and (5) over the formulation. started: of time.monotonic(). ``lightest``: of equal cost least bytes."""
     program = formulation.program
-    room = problem.limit_bytes - problem.fixed_bytes - problem.transient_bytes
+    room = problem.limit_bytes - formulation.other_bytes
     errors = error_grid(problem)
     if errors is not None and problem.error_budget is not None:
         program.at_most(formulation.error, errors.floor(problem.error_budget))  # (5)
     memory = program.at_most(formulation.weight, room)  # (4)
     answer = program.minimise(formulation.cost)
     if answer.status == "optimal":
-        answer = _lightest(formulation, answer)
+        answer = _lightest(formulation, answer) if lightest else answer
         return Found(answer, None, time.monotonic() - started)
     if answer.status == "feasible":
         return Found(answer, None, time.monotonic() - started)
     program.remove(memory)
     program.extend(LAST_RESORT_SECONDS)
-    lightest = program.minimise(formulation.weight)
-    if lightest.found and lightest.objective <= room:
-        answer = Answer("feasible", lightest.values, bound=answer.bound)
+    least = program.minimise(formulation.weight)
+    if least.found and least.objective <= room:
+        answer = Answer("feasible", least.values, bound=answer.bound)
         return Found(answer, None, time.monotonic() - started, by_least_memory=True)
-    if lightest.status in ("optimal", "infeasible"):
+    if least.status in ("optimal", "infeasible"):
         answer = Answer("infeasible")
-    least_bytes = problem.limit_bytes - room + lightest.objective if lightest.status == "optimal" else None
+    least_bytes = formulation.other_bytes + least.objective if least.status == "optimal" else None
     return Found(answer, least_bytes, time.monotonic() - started)
 
 

@@ -49,7 +49,9 @@ def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Solution:
     """The plan of least cost, of equal cost least bytes. Raises UserError for a problem that contradicts itself."""
     validate(problem)
     started = time.monotonic()
-    formulation = Formulation(IntegerProgram(started + time_limit_seconds))
+    formulation = Formulation(
+        IntegerProgram(started + time_limit_seconds), problem.fixed_bytes + problem.transient_bytes
+    )
     layers = [
         _add_layer(formulation, problem, index)
         for index, layer in enumerate(problem.classes)
