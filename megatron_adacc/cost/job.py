@@ -13,7 +13,15 @@ from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, Tensor, tensors
 from megatron_adacc.cost.in_flight import Schedule, held_bytes
 from megatron_adacc.cost.outer_activations import OuterBytes, OuterShape
 from megatron_adacc.cost.outer_activations import of_chunk as outer_of_chunk
-from megatron_adacc.cost.static_memory import ONE_BUCKET, Buckets, StaticBytes, Training, of_chunk, step_bytes
+from megatron_adacc.cost.static_memory import (
+    ONE_BUCKET,
+    Buckets,
+    StaticBytes,
+    Training,
+    gathered_bytes,
+    of_chunk,
+    step_bytes,
+)
 from megatron_adacc.errors import UserError
 
 # States of generators, scalars, copies inside collectives: 20,000 to 60,000 bytes were seen beside all that is
@@ -26,8 +34,9 @@ class StageRoom:
     """What a rank needs beside its layers' activations.
 
     ``static``: through the whole training. ``fixed_bytes``: all that is alive whenever a layer runs: the static
-    bytes, the scratch buffer, a micro-batch of data, gradients between stages, what embedding and head of the
-    micro-batches in flight hold (but the head of the running one), the gradient of a tied weight.
+    bytes, the scratch buffer, what fully sharded ranks gather, a micro-batch of data, gradients between stages, what
+    embedding and head of the micro-batches in flight hold (but the head of the running one), the gradient of a tied
+    weight.
     ``transient_bytes``: beside that, from the end of the last layer's forward to the beginning of its backward.
     ``end_bytes``: beside ``fixed_bytes``, when all layers of the running micro-batch had their backward.
     ``step_bytes``: in all, while the optimizer steps; no activation is alive then."""
@@ -88,6 +97,7 @@ class Job:
         outer = self.outer_bytes(stage)
         # Step counters lie on the host.
         base = static.total + (0 if self.outer.cuda else static.counters)
+        base += max(gathered_bytes(chunk, self.training) for chunk in self.tensors(stage))
         base += self.outer.scratch_bytes + self.outer.batch_bytes + SMALL_BYTES
         head, tied = outer[-1].head, outer[-1].backward
         held = held_bytes(self.schedule, stage, [each.held for each in outer])

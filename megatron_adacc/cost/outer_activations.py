@@ -25,8 +25,9 @@ What is alive only for a moment, beside that:
 
 Through the whole training there is one scratch buffer (Megatron's global memory buffer), as large as its largest
 use: the scores of unfused attention, w b a s s / t, or the input gathered for a layer under sequence parallelism,
-w s b h. A pipeline stage holds w r b h more for each gradient on its way: the received one until the next is, the
-sent one until the next is, and the next one while it is made.
+w s b h. Rotary embeddings keep their angles, 4 s d and half a row of frequencies in fp32. A pipeline stage holds
+w r b h more for each gradient on its way: the received one until the next is, the sent one until the next is, and
+the next one while it is made.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class OuterShape:
     ranks. ``vocab_size``: padded, of all ranks. ``element_bytes``: 2 or 4. ``dropout``: whether the embedding has it;
     ``positions``: whether they are learned; ``rms_norm``: RMSNorm in place of LayerNorm. ``gradient_bytes``: an
     element of the gradient buffer. ``scores_heads``: the attention heads of all ranks where the attention is unfused
-    (Megatron's local layers), else 0. ``attention_mask``: whether the layers get one, of b s s bytes. ``cuda``: where
-    the model runs.
+    (Megatron's local layers), else 0. ``rotary_channels``: of a head, those that are rotated, else 0.
+    ``attention_mask``: whether the layers get one, of b s s bytes. ``cuda``: where the model runs.
 
     Raises UserError for sizes below 1 and for what tensor-parallel ranks cannot share."""
 
@@ -66,6 +67,7 @@ class OuterShape:
     rms_norm: bool = False
     tied: bool = True
     scores_heads: int = 0
+    rotary_channels: int = 0
     attention_mask: bool = True
     cuda: bool = True
 
@@ -126,10 +128,11 @@ class OuterShape:
 
     @property
     def scratch_bytes(self) -> int:
-        """The scratch buffer that stays."""
+        """The scratch buffer that stays, and the angles of rotary embeddings."""
         scores = self.scores_heads * self.micro_batch * self.sequence**2 // self.tensor_parallel
         gathered = self.tokens * self.hidden_size if self.sequence_parallel else 0
-        return self.element_bytes * max(scores, gathered)
+        angles = _FP32 * self.rotary_channels * self.sequence + _FP32 * (self.rotary_channels // 2)
+        return self.element_bytes * max(scores, gathered) + angles
 
     @property
     def batch_bytes(self) -> int:

@@ -167,6 +167,26 @@ def of_chunk(
     )
 
 
+def gathered_bytes(chunk: Sequence[Tensor], training: Training) -> int:
+    """Bytes of what fully sharded ranks have whole for a moment, beside their shares, at most.
+
+    Stage 3: the parameters of two units, the running one and the next, which is fetched ahead, and of what is in no
+    unit; and the gradients of the running unit. Stage 2: those gradients. A unit is a layer or the embedding, as in
+    torch's fully_shard and in Megatron's use of it."""
+    if training.zero < 2 or training.data_parallel == 1:
+        return 0
+    units: dict[str, int] = {}
+    for tensor in chunk:
+        names = tensor.name.split(".")
+        unit = ".".join(names[:3]) if names[:2] == ["decoder", "layers"] else names[0]
+        units[unit] = units.get(unit, 0) + tensor.elements
+    alone = sum(units.pop(name, 0) for name in ("decoder", "output_layer"))
+    largest = max(units.values(), default=0)
+    if training.zero == 2:
+        return largest * training.buffer_bytes
+    return (3 * largest + alone) * training.parameter_bytes
+
+
 def step_bytes(
     chunks: Sequence[Sequence[Tensor]],
     training: Training,

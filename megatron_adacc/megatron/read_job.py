@@ -241,6 +241,7 @@ def _outer(args: Namespace, cuda: bool) -> OuterShape:
         positions=args.position_embedding_type == "learned_absolute",
         rms_norm=args.normalization == "RMSNorm",
         tied=not args.untie_embeddings_and_output_weights,
+        rotary_channels=int(args.kv_channels * args.rotary_percent) if args.position_embedding_type == "rope" else 0,
         scores_heads=args.num_attention_heads if unfused else 0,
         attention_mask=args.create_attention_mask_in_dataloader,
         cuda=cuda,

@@ -9,7 +9,7 @@ from megatron_adacc.cost.in_flight import Schedule
 from megatron_adacc.cost.job import SMALL_BYTES, Job
 from megatron_adacc.cost.outer_activations import OuterShape
 from megatron_adacc.cost.outer_activations import of_chunk as outer_of_chunk
-from megatron_adacc.cost.static_memory import Buckets, Training, of_chunk, of_elements, step_bytes
+from megatron_adacc.cost.static_memory import Buckets, Training, gathered_bytes, of_chunk, of_elements, step_bytes
 from megatron_adacc.errors import UserError
 
 GPT_345M = GptModel(24, 1024, 16, 16, 64, 4096, 50304, 1024)
@@ -105,6 +105,17 @@ def test_bytes_of_an_optimizer_step():
     assert step_bytes([chunk], Training("fp16", "sgd", torch_optimizer=True), cuda=False) == 4 * 300 + 4 * 200
 
 
+def test_what_fully_sharded_ranks_gather():
+    chunk = tensors(GPT_345M, Chunk(24))
+    words, layer = 50304 * 1024 + 1024 * 1024, 12 * 1024**2 + 13 * 1024
+    assert gathered_bytes(chunk, Training("bf16", zero=1, data_parallel=8)) == 0
+    assert gathered_bytes(chunk, Training("bf16", zero=2, data_parallel=8)) == 4 * words
+    # The embedding is the largest unit; the final norm is in none.
+    assert gathered_bytes(chunk, Training("bf16", zero=3, data_parallel=8)) == 2 * (3 * words + 2 * 1024)
+    middle = tensors(GPT_345M, Chunk(6, first=False, last=False))
+    assert gathered_bytes(middle, Training("bf16", zero=3, data_parallel=8)) == 2 * 3 * layer
+
+
 SHAPE = OuterShape(1024, 8, 1024, 50304, element_bytes=2, gradient_bytes=2, scores_heads=16)
 
 
@@ -114,6 +125,7 @@ def test_outside_the_layers_of_gpt_345m():
     assert SHAPE.head_bytes == 4 * tokens * hidden + 8 * tokens + 4 * logits + 9 * tokens
     assert SHAPE.mask_bytes == 8 * 1024 * 1024
     assert SHAPE.scratch_bytes == 2 * 8 * 16 * 1024**2
+    assert replace(SHAPE, scores_heads=0, rotary_channels=64).scratch_bytes == 4 * 64 * 1024 + 4 * 32
     alone = outer_of_chunk(SHAPE, Chunk(24))
     assert alone.held == 1_690_574_848
     assert alone.forward_end == 2 * logits + 52 * tokens
