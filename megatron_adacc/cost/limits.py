@@ -46,7 +46,7 @@ class Limit:
 
     def __str__(self) -> str:
         if self.share is not None:
-            return f"{float(self.share):.4g} % of the plain activations"
+            return f"{float(100 * self.share):.4g} % of the plain activations"
         assert self.total_bytes is not None
         return written_bytes(self.total_bytes)
 

@@ -18,6 +18,7 @@ from megatron_adacc.graph.storages import (
     Storages,
     call_tensors,
     dtype_name,
+    extent_bytes,
     has_plain_storage,
     named_tensors,
 )
@@ -79,7 +80,7 @@ class Recorder:
         if region is not None:
             return region
         named = self._storages.named(tensor)
-        region = self._storages.add(tensor, len(self._buffers), named)
+        region = self._storages.add(tensor, len(self._buffers), named, foreign=named is None)
         if named is not None:
             base = self._storages.view(named.tensor, region)
             nbytes = tensor.untyped_storage().nbytes() if named.origin == Origin.INPUT else base.nbytes
@@ -95,6 +96,24 @@ class Recorder:
                 note="no visible op wrote it",
             )  # fmt: skip
         return region
+
+    def _carve_scratch(self, tensor: Tensor) -> None:
+        """The tensor is about to be written whole. Where it is a part of memory that many layers use in turn
+        (Megatron's global buffer), what is written is a buffer of its own: nothing of it was there before."""
+        if not self._storages.foreign(tensor) or tensor.numel() * tensor.element_size() != extent_bytes(tensor):
+            return
+        region, others = self._storages.carve(tensor, len(self._buffers))
+        if region is not None:
+            base = self._storages.view(tensor, region)
+            self._new_buffer(
+                region, base, self._site("scratch"), Origin.OPAQUE, nbytes=base.nbytes, note="memory used in turn"
+            )
+        for other in others:
+            old = self._buffers[other.state]
+            self._new_buffer(
+                other, old.base, f"{old.site} overwritten", Origin.OPAQUE, nbytes=old.nbytes, previous=old.index,
+                note="written over by way of another view",
+            )  # fmt: skip
 
     def _new_buffer(self, region: Region, base: View, site: str, origin: Origin, **fields: Any) -> int:
         index = len(self._buffers)

@@ -117,6 +117,7 @@ class Region:
     origin: int  # byte from which view offsets count
     state: int  # index of the buffer
     storage: int  # running number of the region, shared by all its states
+    foreign: bool = False  # memory that was there before the call and goes by no name
 
 
 class Storages:
@@ -139,6 +140,25 @@ class Storages:
             self._weak[key] = StorageWeakRef(storage)
         return key
 
+    def foreign(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in memory from before the call that goes by no name."""
+        regions = self._regions.get(storage_key(tensor))
+        return regions[-1].foreign if regions else storage_key(tensor) not in self._named
+
+    def carve(self, tensor: Tensor, state: int) -> tuple[Region | None, list[Region]]:
+        """A region of its own for a part of foreign memory, and those whose bytes it shares. None where there is
+        one with just these bytes."""
+        begin = tensor.storage_offset() * tensor.element_size()
+        end = begin + extent_bytes(tensor)
+        others = [r for r in self._regions.get(storage_key(tensor), ()) if r.begin < end and begin < r.end]
+        same = [r for r in others if (r.begin, r.end, r.origin) == (begin, end, begin)]
+        if same:
+            return None, [r for r in others if r is not same[0]]
+        region = Region(begin, end, begin, state, self._count, foreign=True)
+        self._count += 1
+        self._regions.setdefault(self._hold(tensor), []).insert(0, region)
+        return region, others
+
     def region(self, tensor: Tensor) -> Region | None:
         """The region that the tensor lies in, or None when it was not seen yet."""
         byte = tensor.storage_offset() * tensor.element_size()
@@ -159,7 +179,7 @@ class Storages:
             return candidates[0]
         return None
 
-    def add(self, tensor: Tensor, state: int, named: Named | None) -> Region:
+    def add(self, tensor: Tensor, state: int, named: Named | None, foreign: bool = False) -> Region:
         """A new region for the tensor's storage, or for the named tensor inside it."""
         key = self._hold(tensor)
         begin, end, origin = 0, tensor.untyped_storage().nbytes(), 0
@@ -170,7 +190,7 @@ class Storages:
             named_first = self._named[key][0]
             if named.origin == Origin.INPUT and begin == 0 and named_first.origin == Origin.INPUT:
                 origin = named_first.begin
-        region = Region(begin, end, origin, state, self._count)
+        region = Region(begin, end, origin, state, self._count, foreign)
         self._count += 1
         self._regions.setdefault(key, []).append(region)
         return region

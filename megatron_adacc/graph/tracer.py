@@ -109,27 +109,30 @@ class Tracer(Recorder, TorchDispatchMode):
         site = self._site(name)
         if name == "aten::lift_fresh":
             self._literal(args[0])
+        if schema.overwrites_all(func):
+            for tensor in self._written(func, args, kwargs):
+                self._carve_scratch(tensor)
         encoded_args = tuple(self._encode(a) for a in args)
         encoded_kwargs = tuple((k, self._encode(v)) for k, v in kwargs.items())
         barrier = self._barrier(func, args, kwargs)
         result = func(*args, **kwargs)
         if schema.is_collective(func):
             result = wait_for(func, result)
-        written = [
-            t
-            for a in schema.written_arguments(func, args, kwargs)
-            for _, t in flatten_tensors(a, "")
-            if has_plain_storage(t)
-        ]
         self._add_op(
-            schema.overload_name(func), site, encoded_args, encoded_kwargs, barrier, written, result,
-            schema.overwrites_all(func), schema.is_collective(func),
+            schema.overload_name(func), site, encoded_args, encoded_kwargs, barrier,
+            self._written(func, args, kwargs), result, schema.overwrites_all(func), schema.is_collective(func),
         )  # fmt: skip
         if name in schema.HOST_READS:
             self._host_values.append(result if not isinstance(result, (Tensor, tuple, list)) else None)
             if self._host_reader is None and self._depends_on_the_call(encoded_args):
                 self._host_reader = site
         return result
+
+    @staticmethod
+    def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The plain tensors that the call writes."""
+        arguments = schema.written_arguments(func, args, kwargs)
+        return [t for a in arguments for _, t in flatten_tensors(a, "") if has_plain_storage(t)]
 
     def finish(self, output: Any) -> Traced:
         """The graph of the call that returned ``output``."""

@@ -317,3 +317,64 @@ def test_an_attached_layer_inside_a_compiled_model() -> None:
     expected, found = train(plain, None), train(compiled, handle)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert handle.traced_forwards == 2
+
+
+class ThroughScratch(nn.Module):
+    """Two results pass through the same scratch memory, as gathered activations do in Megatron's global buffer."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.scratch = [torch.zeros(8 * 16 + 64)]  # in a list: neither buffer nor attribute of the module
+        self.start = start
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Pass.apply(_Pass.apply(x, self.weight, self.scratch[0], 0), self.weight, self.scratch[0], self.start)
+
+
+class _Pass(torch.autograd.Function):
+    """(2 x) weight with its first factor in scratch memory, then exp; ``start``: where it lies there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scratch: Tensor, start: int) -> Tensor:
+        place = scratch[start : start + x.numel()].view(x.shape)
+        torch.mul(x, torch.full_like(x, 0.1), out=place)
+        result = (place @ weight).mul_(0.1).exp_()
+        ctx.save_for_backward(result, weight)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        result, weight = ctx.saved_tensors
+        inner = gradient * result * 0.1
+        return inner @ weight.t() * 0.1, torch.zeros_like(weight), None, None
+
+
+@pytest.mark.parametrize("start", [0, 8, 64])
+def test_scratch_memory_that_is_written_whole_is_no_obstacle(start: int) -> None:
+    """At the same place, and overlapping: what the second write covers of the first is not read again."""
+    handle = compare(lambda: ThroughScratch(start))
+    found = actions(handle)
+    assert len(found) == 2
+    assert set(found.values()) == {"recompute"}
+
+
+class ReadsWhatWasThere(nn.Module):
+    """Writes a part of its scratch memory and reads all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(16))
+        self.scratch = [torch.ones(8, 32)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scratch = self.scratch[0]
+        with torch.no_grad():
+            torch.mul(x, 2.0, out=scratch.view(-1)[: x.numel()].view(x.shape))
+            scratch[7] += 1  # differs from call to call
+        return (x * scratch[:, :16].clone() * self.scale).exp()
+
+
+def test_what_lay_in_scratch_memory_before_is_not_rebuilt() -> None:
+    handle = compare(ReadsWhatWasThere)
+    assert "recompute" not in [a for s, a in actions(handle).items() if "clone" in s]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from checkpoints import checkpoint
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
@@ -34,29 +35,6 @@ LAYOUTS = {
     },
     "distributed optimizer": {"ranks": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
 }
-
-
-def tensors(value, path=""):
-    """All tensors of a checkpoint, by path."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors(item, f"{path}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from tensors(item, f"{path}/{index}")
-
-
-def checkpoint(folder):
-    """Weights, moments of the gradients, generator states: every tensor of every rank's file."""
-    found = {}
-    for file in sorted((folder / "iter_0000003").rglob("*.pt")):
-        state = torch.load(file, weights_only=False)
-        found |= {f"{file.relative_to(folder)}{path}": tensor for path, tensor in tensors(state)}
-    assert any("exp_avg_sq" in path for path in found)
-    assert any("rng_state" in path for path in found)
-    return found
 
 
 @pytest.mark.distributed
