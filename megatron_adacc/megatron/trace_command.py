@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_adacc.atomic import write_text
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.trace_flags import flags_of_file, model_flags, parse_known
+from megatron_adacc.planner import Action, Compress, Keep, Plan, Recompute
 
 if TYPE_CHECKING:
     from torch import nn
 
     from megatron_adacc.graph import LayerGraph
     from megatron_adacc.graph.picture import Fate
+    from megatron_adacc.graph.verify import Evidence
     from megatron_adacc.runtime.attach import Handle
 
 PROGRAM = "adacc trace"
@@ -80,7 +82,8 @@ class Totals:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Our own options; all others are Megatron's flags."""
     parser.usage = (
-        "adacc trace [--config FILE] [--plan PLAN] [--html FILE] [--json FILE|-] [-o PLANFILE] [Megatron's flags]"
+        "adacc trace [--config FILE] [--plan PLAN] [--device NAME] [--html FILE] [--json FILE|-] [-o PLANFILE] "
+        "[Megatron's flags]"
     )
     parser.description = "Show what one layer of a model keeps for its backward pass, and what a plan makes of it."
     parser.add_argument("--config", metavar="FILE", help="a YAML of Megatron's flags by name, such as configs/*.yaml")
@@ -91,6 +94,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PLAN",
         help="keep, recompute, compress or the path of a plan file (default: recompute)",
     )
+    parser.add_argument("--device", metavar="NAME", help="as on a GPU that is not there, such as v100-32gb")
     parser.add_argument("--html", metavar="FILE", help="write a picture of the layer as one self-contained page")
     parser.add_argument("--json", metavar="FILE", help="write the table as JSON; - prints it instead of the table")
     parser.add_argument("-o", "--output", metavar="PLANFILE", help="write the plan, for --adacc-plan PLANFILE")
@@ -103,10 +107,15 @@ def run(args: Namespace) -> int:
     configure(parser)
     own, megatron_flags = parse_known(parser, args.arguments)
     _check_own(own)
-    flags = model_flags([*(flags_of_file(own.config) if own.config else []), *megatron_flags])
-    with _noise_aside():
-        graph, fates, rows, totals, handle = _trace(flags, own.plan)
-        title, table, plan = f"{graph.module} under {own.plan}", handle.report(), handle.plan
+    given = [*(flags_of_file(own.config) if own.config else []), *megatron_flags]
+    if own.device:
+        graph, fates, rows, totals, table, plan = _trace_absent(given, own.device, own.plan)
+        title = f"{graph.module} on {own.device} under {own.plan}"
+    else:
+        flags = model_flags(given)
+        with _noise_aside():
+            graph, fates, rows, totals, handle = _trace(flags, own.plan)
+            title, table, plan = f"{graph.module} under {own.plan}", handle.report(), handle.plan
     content = _json(graph, own.plan, rows, totals)
     if own.html:
         from megatron_adacc.graph.picture import page
@@ -289,34 +298,56 @@ def _available_bytes() -> int | None:
     return min(free, default=None)
 
 
+def _trace_absent(
+    flags: list[str], device: str, plan: str
+) -> tuple["LayerGraph", dict[int, "Fate"], list[Row], Totals, str, Plan]:
+    """As _trace, of a layer on a GPU that is not there; in place of the handle its table and plan."""
+    from megatron_adacc.megatron.offline_trace import trace_absent
+
+    layer = trace_absent(flags, device, plan)
+    graph = layer.graph
+    fates = _fates_of(graph, layer.evidence, {b: (layer.action(b), layer.recipe_length(b)) for b in graph.saved})
+    rows = _rows(graph, fates)
+    totals = Totals(sum(row.autograd_bytes for row in rows), sum(row.held_bytes for row in rows), None)
+    return graph, fates, rows, totals, layer.report(), Plan((layer.plan,), plan)
+
+
 def _fates(handle: "Handle") -> tuple["LayerGraph", dict[int, "Fate"]]:
     """The graph of the traced layer, and what becomes of each buffer that autograd saves."""
-    from megatron_adacc.graph.picture import Fate, Kind
-    from megatron_adacc.planner import Compress, Keep, Recompute
-
     cache = handle._caches[0]
     trace = cache.traces()[0]
     graph = trace.graph
     assert graph is not None
     assert trace.evidence is not None
-    program = cache.program(trace, 0) if trace.settled is not None else None
+    if trace.settled is None:
+        return graph, _fates_of(graph, trace.evidence, {b: (Keep(), 0) for b in graph.saved})
+    program = cache.program(trace, 0)
+    actions = {b: (program.action(b), program.recipe_length(b)) for b in graph.saved}
+    return graph, _fates_of(graph, trace.evidence, actions)
+
+
+def _fates_of(graph: "LayerGraph", evidence: "Evidence", actions: dict[int, tuple[Action, int]]) -> dict[int, "Fate"]:
+    """`actions`: for each saved buffer, what becomes of it and the length of its recipe."""
+    from megatron_adacc import codecs
+    from megatron_adacc.graph.picture import Fate, Kind
+    from megatron_adacc.graph.replay import torch_dtype
+
     fates = {}
-    for index in graph.saved:
+    for index, (action, length) in actions.items():
         buffer = graph.buffers[index]
-        action = Keep() if program is None else program.action(index)
         kind: Kind
         match action:
-            case Compress():
-                assert program is not None
-                kind, held = "compress", program.packed_bytes(index)
+            case Compress(codec, options):
+                base = buffer.base
+                kind = "compress"
+                held = codecs.get(codec, **dict(options)).packed_bytes(base.size, torch_dtype(base.dtype))
             case Recompute():
                 kind, held = "recompute", 0
             case _:
                 kind, held = "keep", buffer.nbytes
-        reason = trace.evidence.refused.get(index, "" if buffer.writer is not None else buffer.note or "boundary")
-        length = 0 if program is None else program.recipe_length(index)
+        reason = evidence.refused.get(index, "" if buffer.writer is not None else buffer.note or "boundary")
         fates[index] = Fate(kind, str(action), held, length, reason)
-    return graph, fates
+    return fates
 
 
 def _rows(graph: "LayerGraph", fates: dict[int, "Fate"]) -> list[Row]:
