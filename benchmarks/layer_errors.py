@@ -21,7 +21,7 @@ from engine import GptLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_adacc.cost.errors import gradient_errors, lossy_choices
+from megatron_adacc.cost.errors import gradient_errors, joint_error, lossy_choices
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.graph import Role, trace, unverified
 
@@ -96,6 +96,13 @@ def main() -> None:
                 out.write(f"| {graph.buffers[choice.buffer].site} | {role} | {choice.label} | {error:.2g} |\n")
                 key = role, choice.action.codec
                 largest[key] = max(error, largest.get(key, 0.0))
+            first = {c.buffer: c for c in reversed(choices)}.values()
+            alone = [errors[c.buffer, c.label] for c in first]
+            together = joint_error(graph, Rehearsal(layer, layer.forward, (x,), {}), first)
+            out.write(
+                f"\nthe first choices of all {len(alone)} buffers together: {together:.4f}; the root of the sum of "
+                f"their squares: {sum(e * e for e in alone) ** 0.5:.4f}; their sum: {sum(alone):.3f}\n"
+            )
             out.flush()
             with torch.no_grad():
                 x = layer(x)

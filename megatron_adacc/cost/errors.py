@@ -103,20 +103,38 @@ def gradient_errors(
     Raises OtherSavesError where the layer now saves other tensors than its graph says."""
     start = time.perf_counter()
     found: dict[tuple[int, str], float] = {}
+    with _measuring(graph, rehearsal) as error_of:
+        for choice in choices:
+            if time.perf_counter() - start >= seconds:
+                break
+            error = error_of([choice])
+            if math.isfinite(error):
+                found[choice.buffer, choice.label] = error
+    return found
+
+
+def joint_error(graph: LayerGraph, rehearsal: Rehearsal, choices: Iterable[Offer]) -> float:
+    """e of the module's formula with all these buffers lossy at once, each by its choice; direct errors only.
+    Infinite where a gradient is not finite. Raises OtherSavesError as gradient_errors() does."""
+    with _measuring(graph, rehearsal) as error_of:
+        return error_of(list(choices))
+
+
+@contextlib.contextmanager
+def _measuring(graph: LayerGraph, rehearsal: Rehearsal) -> Iterator[Callable[[Sequence[Offer]], float]]:
+    """Inside, the layer has run forward, and what is yielded gives e for lossy buffers by running its backward."""
     with rehearsal.begin() as call:
         leaves = _Leaves(call)
         saved = _SavedTensors(graph)
         loss = call.forward(saved.pack, saved.unpack)
         saved.check()
         exact = _Exact.of(leaves.gradients(loss), graph)
-        for choice in choices:
-            if time.perf_counter() - start >= seconds:
-                break
-            with saved.lossy(choice.buffer, choice.codec):
-                error = exact.error_of(leaves.gradients(loss))
-            if math.isfinite(error):
-                found[choice.buffer, choice.label] = error
-    return found
+
+        def error_of(choices: Sequence[Offer]) -> float:
+            with saved.lossy(choices):
+                return exact.error_of(leaves.gradients(loss))
+
+        yield error_of
 
 
 def error_beside_exact(graph: LayerGraph, rehearsal: Rehearsal, inexact: Callable[[Call], Tensor]) -> float:
@@ -164,15 +182,18 @@ class _SavedTensors:
             raise OtherSavesError(f"a rehearsal saved {len(self._saved)} tensors, its trace {len(self._graph.packs)}")
 
     @contextlib.contextmanager
-    def lossy(self, buffer: int, codec: Codec) -> Iterator[None]:
-        """Inside, unpack gives this buffer decoded."""
-        pack = self._graph.packs[self._graph.packs_of(buffer)[0]]
-        base = base_of(self._saved[pack.index].tensor, pack.view, self._graph.buffers[buffer])
-        self._lossy = {buffer: codec.decode(codec.encode(base, codec.observe(base)))}
+    def lossy(self, choices: Sequence[Offer]) -> Iterator[None]:
+        """Inside, unpack gives these buffers as their codecs decode them."""
+        self._lossy = {choice.buffer: self._decoded(choice.buffer, choice.codec) for choice in choices}
         try:
             yield
         finally:
             self._lossy = {}
+
+    def _decoded(self, buffer: int, codec: Codec) -> Tensor:
+        pack = self._graph.packs[self._graph.packs_of(buffer)[0]]
+        base = base_of(self._saved[pack.index].tensor, pack.view, self._graph.buffers[buffer])
+        return codec.decode(codec.encode(base, codec.observe(base)))
 
 
 class _Leaves:

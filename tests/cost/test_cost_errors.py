@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_adacc import attach, codecs
-from megatron_adacc.cost.errors import LOSSY_CODECS, gradient_errors, lossy_choices
+from megatron_adacc.cost.errors import LOSSY_CODECS, gradient_errors, joint_error, lossy_choices
 from megatron_adacc.cost.layer_problem import Offer, offer
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.timeline import OtherSavesError
@@ -162,6 +162,17 @@ class TestErrors:
         choices = [uncompiled(offer(graph, normed, Compress(f"group_int{n}")), graph) for n in (2, 4, 8)]
         two, four, eight = gradient_errors(graph, rehearsal, choices).values()
         assert two > 3 * four > 30 * eight > 0
+
+    def test_errors_of_several_buffers_add_as_squares(self, setting: Setting) -> None:
+        _, _, graph, rehearsal = setting
+        first = {c.buffer: c for c in reversed(choices_of(graph))}
+        torch.manual_seed(5)
+        alone = gradient_errors(graph, rehearsal, first.values())
+        torch.manual_seed(5)
+        together = joint_error(graph, rehearsal, first.values())
+        assert len(alone) == 7
+        assert together == pytest.approx(math.sqrt(sum(e * e for e in alone.values())), rel=0.05)
+        assert joint_error(graph, rehearsal, ()) == 0.0
 
     def test_training_is_not_disturbed(self, setting: Setting) -> None:
         layer, x, graph, rehearsal = setting
