@@ -8,6 +8,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, padded_vocab_size
@@ -117,15 +118,15 @@ def job_of_args(args: Namespace, cuda: bool | None = None) -> Job:
             raise UserError(f"{flag} {getattr(args, name)} is not in the memory model: leave it out.")
     pipeline = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    return Job(
+    job = Job(
         model=_model(args),
         stages=_stages(args, pipeline, chunks),
         schedule=Schedule(pipeline, _micro_batches(args), chunks, args.microbatch_group_size_per_vp_stage),
         training=_training(args),
         outer=_outer(args, _on_cuda() if cuda is None else cuda),
         tensor_parallel=args.tensor_model_parallel_size,
-        buckets=_buckets(args),
     )
+    return replace(job, buckets=_buckets(args, job))
 
 
 def _model(args: Namespace) -> GptModel:
@@ -200,6 +201,9 @@ def _training(args: Namespace) -> Training:
         zero = 3
     elif args.use_megatron_fsdp:
         zero = _STRATEGIES[args.data_parallel_sharding_strategy]
+    ranks = args.data_parallel_size * args.context_parallel_size
+    if zero == 1:
+        ranks //= args.num_distributed_optimizer_instances  # each instance shares among its own ranks
     fp32_gradients = args.accumulate_allreduce_grads_in_fp32 or precision == "fp32"
     return Training(
         precision=precision,
@@ -207,7 +211,7 @@ def _training(args: Namespace) -> Training:
         gradient_bytes=4 if fp32_gradients else 2,
         momentum=args.sgd_momentum != 0,
         zero=zero,
-        data_parallel=args.data_parallel_size * args.context_parallel_size,
+        data_parallel=ranks,
         torch_optimizer=_torch_optimizer(),
     )
 
@@ -218,10 +222,12 @@ def _torch_optimizer() -> bool:
     return bool(optimizer.USING_PYTORCH_OPTIMIZER)
 
 
-def _buckets(args: Namespace) -> Buckets:
-    """Megatron's resolve_ddp_bucket_size, but for --ddp-num-buckets, which is not counted exactly."""
+def _buckets(args: Namespace, job: Job) -> Buckets:
+    """The bucket size that Megatron's _ddp_wrap takes."""
     ranks = args.data_parallel_size * args.context_parallel_size
     size = args.ddp_bucket_size if args.ddp_bucket_size is not None else max(40_000_000, 1_000_000 * ranks)
+    if args.ddp_num_buckets is not None:
+        size = job.parameters(0) // args.ddp_num_buckets
     return Buckets(size if args.overlap_grad_reduce else None, bool(args.ddp_pad_buckets_for_high_nccl_busbw))
 
 

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, Tensor, count, padded_vocab_size, tensors
 from megatron_adacc.cost.in_flight import Schedule
@@ -86,6 +88,23 @@ def test_padding_of_the_distributed_optimizer():
     cut = [of_chunk(chunk, training, rank, Buckets(100)) for rank in range(2)]
     assert [rank.master for rank in cut] == [4 * (10 + 64 + 128), 4 * (36 + 72)]
     assert of_chunk(chunk, training, 0, Buckets(None, for_bandwidth=True)).parameters == 2 * 2**16
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 700), st.booleans()), min_size=1, max_size=8),
+    ranks=st.integers(1, 9),
+    bucket=st.none() | st.integers(1, 900),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_ranks_of_a_distributed_optimizer_own_everything_once(sizes, ranks, bucket):
+    chunk = tuple(Tensor(str(index), elements, shared) for index, (elements, shared) in enumerate(sizes))
+    training = Training("bf16", zero=1, data_parallel=ranks)
+    shares = [of_chunk(chunk, training, rank, Buckets(bucket)) for rank in range(ranks)]
+    assert sum(share.master for share in shares) == 4 * sum(tensor.elements for tensor in chunk)
+    (buffer,) = {share.parameters // 2 for share in shares}
+    assert buffer % ranks == buffer % 128 == 0
+    assert buffer >= sum(tensor.elements for tensor in chunk)
+    assert of_chunk(chunk, training, None, Buckets(bucket)).master == max(share.master for share in shares)
 
 
 def test_a_shared_tensor_has_a_bucket_of_its_own():
