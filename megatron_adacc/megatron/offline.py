@@ -284,7 +284,7 @@ def _chunk_call(args: Namespace, chunk: Any, layers: Sequence[nn.Module]) -> Cal
     shape = (args.micro_batch_size, args.seq_length)
     tokens = torch.zeros(shape, dtype=torch.int64)
     first, last = model.pre_process, model.post_process
-    positions = torch.arange(args.seq_length).expand(shape) if first else None
+    positions = torch.zeros(shape, dtype=torch.int64) if first else None
     mask = None
     if (first or last) and args.create_attention_mask_in_dataloader:
         mask = torch.zeros((args.micro_batch_size, 1, args.seq_length, args.seq_length), dtype=torch.bool)

@@ -1,5 +1,6 @@
 """Stages of a job traced as on a GPU that is not there."""
 
+import dataclasses
 import gc
 import json
 import logging
@@ -15,11 +16,13 @@ import torch
 import torch.distributed
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatron_adacc.cost.outer_activations import of_chunk
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.timeline import record
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph import Origin, Role
 from megatron_adacc.megatron.offline import Settings, Stage, open_stage, trace_offline
+from megatron_adacc.megatron.read_job import job_of_args
 
 MIB = 2**20
 SCRIPT = Path(__file__).with_name("offline_script.py")
@@ -95,8 +98,21 @@ class TestRightValues:
         the loss the softmax in 32 bits, the masked target ids and the mask of targets elsewhere."""
         (outside,) = traced(GPT_345M).outside
         s, b, h, v = 1024, 8, 1024, 50304
-        ids = s * b * 8 + s * 8
+        ids = 2 * s * b * 8
         assert outside.graph.activation_bytes == ids + s * b * h * (1 + 2 + 2) + 2 * s * b * 4 + s * b * (4 * v + 1 + 8)
+
+    @pytest.mark.parametrize("layout", [[], [*SEQUENCE_PARALLEL, "--pipeline-model-parallel-size", "2"]])
+    @pytest.mark.parametrize("model", [["--fp16"], [*LLAMA, "--bf16"]], ids=["gpt", "llama"])
+    def test_formulas_of_the_memory_model(self, layout: list[str], model: list[str]) -> None:
+        """cost/outer_activations.py and cost/gpt_parameters.py count the same from sizes."""
+        for rank in range(2 if layout else 1):
+            stage = traced([*SMALL, *model, *layout], pipeline_rank=rank)
+            job = job_of_args(stage.args)
+            shape = dataclasses.replace(job.outer, cuda=True)
+            (chunk,) = job.stages[rank]
+            assert stage.outside[0].graph.activation_bytes == of_chunk(shape, chunk).held
+            assert stage.layers[0].shared_bytes >= shape.mask_bytes
+            assert stage.parameter_count == job.parameters(rank)
 
     def test_a_buffer_that_megatron_keeps_for_scores(self) -> None:
         assert traced(GPT_345M).workspace_bytes == 8 * 16 * 1024 * 1024 * 2
