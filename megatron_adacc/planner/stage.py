@@ -216,19 +216,22 @@ def add_flow(formulation: Formulation, problem: Problem, class_index: int, paths
 
 
 def _answers(problem: Problem, flow: ClassFlow, values: tuple[int, ...]) -> list[LayerAnswer]:
-    """The flow as layers. The richest layers, which hold most, come last: there their bytes are freed first."""
+    """The flow as layers, with few different plans: a plan follows the fullest edge out of each node. The richest
+    layers, which hold most, come last: there their bytes are freed first."""
     layer = problem.classes[flow.class_index]
     left = [np.array([values[x] for x in edges], dtype=np.int64) for edges in flow.edges]
-    answers = []
-    for _ in range(layer.count):
-        node = 0
+    answers: list[LayerAnswer] = []
+    while len(answers) < layer.count:
+        node, taken = 0, []
         chosen: dict[int, str] = {}
         for stage, flowing in zip(flow.paths.stages, left, strict=True):
-            out = np.arange(stage.first[node], stage.first[node + 1])
-            edge = int(out[np.flatnonzero(flowing[out])[0]])
-            flowing[edge] -= 1
+            edge = int(stage.first[node] + np.argmax(flowing[stage.first[node] : stage.first[node + 1]]))
+            taken.append(edge)
             chosen.update(stage.holds[edge])
             node = int(stage.target[edge])
+        alike = min((int(f[e]) for f, e in zip(left, taken, strict=True)), default=layer.count)
+        for flowing, edge in zip(left, taken, strict=True):
+            flowing[edge] -= alike
         actions = {buffer.site: chosen[i] for i, buffer in enumerate(layer.buffers)}
-        answers.append(LayerAnswer(flow.class_index, actions, evaluate_layer(layer, actions)))
+        answers += [LayerAnswer(flow.class_index, actions, evaluate_layer(layer, actions))] * alike
     return sorted(answers, key=lambda answer: (answer.outcome.held_bytes, -answer.outcome.cost_us))
