@@ -12,7 +12,7 @@ from megatron_adacc.codecs import Codec
 from megatron_adacc.cost.cache import PriceCache
 from megatron_adacc.cost.prices import CodecPrice
 from megatron_adacc.cost.rehearsal import Rehearsal
-from megatron_adacc.cost.timing import OPS_SECONDS, Sample, replayed_groups, time_codec, time_ops, time_step
+from megatron_adacc.cost.timing import OPS_SECONDS, Sample, replayed_groups, time_codec, time_layer, time_ops
 from megatron_adacc.graph.groups import GroupName, named_group
 from megatron_adacc.graph.model import LayerGraph, Tagged, View
 from megatron_adacc.graph.recipes import Step
@@ -26,8 +26,8 @@ Shared = Callable[[Collection[int]], Collection[int]]
 class MeasuredPrices:
     """The ``Prices`` of a device. Layers are measured with :meth:`measure`; codecs when they are first asked for.
 
-    ``cache``: where prices are looked up and written. ``budget_seconds``: for the ops of one layer, and as
-    much again for its step; a least number of rounds is run in any case."""
+    ``cache``: where prices are looked up and written. ``budget_seconds``: for the ops and
+    the step of one layer; three rounds are run in any case."""
 
     def __init__(
         self, device: torch.device, cache: PriceCache | None = None, budget_seconds: float = OPS_SECONDS
@@ -61,13 +61,16 @@ class MeasuredPrices:
             self._ops[name] = {op: ops[key] for op, key in keys.items()}
             self._steps |= {name: step[step_key]} if step else {}
             return
-        found = time_ops(sample, self._budget_seconds)
-        self._ops[name] = found
-        prices = {keys[op]: [us] for op, us in found.items()}
-        if rehearsal is not None:
-            step_us = time_step(rehearsal, self.device, self._budget_seconds, fixed=shared is not None)
+        fixed = shared is not None
+        if rehearsal is None:
+            found = time_ops(sample, self._budget_seconds, fixed=fixed)
+            prices = {}
+        else:
+            found, step_us = time_layer(sample, rehearsal, self._budget_seconds, fixed)
             self._steps[name] = step_us
-            prices[step_key] = [step_us]
+            prices = {step_key: [step_us]}
+        self._ops[name] = found
+        prices |= {keys[op]: [us] for op, us in found.items()}
         if self._cache is not None:
             self._cache.update(prices)
 

@@ -12,6 +12,9 @@ warms up.
 A first touch of memory costs more than the arithmetic of a pointwise op on a CPU: the kernel zeroes each page. Blocks
 of 32 MiB or more get new pages each time, unless the C library finds a hole in its heap. Codecs are therefore timed
 with the frees of a training step between them, and with a heap that is full.
+
+A replay follows the backward of the layer above, which has filled the caches with what is of no use to it; so a forward
+and backward of the layer runs before each timed replay, and is timed itself. Before a decode the caches are emptied.
 """
 
 from __future__ import annotations
@@ -33,18 +36,18 @@ from torch import Tensor, nn
 from megatron_adacc.codecs import Codec, State
 from megatron_adacc.codecs.bitmask import Bitmask, BitmaskState
 from megatron_adacc.cost.prices import CodecPrice
-from megatron_adacc.cost.rehearsal import Rehearsal
+from megatron_adacc.cost.rehearsal import Call, Rehearsal
 from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.recipes import Group, group_recipes
 from megatron_adacc.graph.replay import Context, Replayer
 from megatron_adacc.graph.verify import Evidence, gather
 
 LEAST_ROUNDS = 3
-LEAST_STEPS = 2  # of a whole step, which takes long and varies little
 MOST_ROUNDS = 15
-OPS_SECONDS = 0.6  # for the ops of a layer, and as much for its step
+OPS_SECONDS = 1.2  # for the ops of a layer and its step
 CODEC_SECONDS = 0.15
 MOST_HOLES = 8
+CACHE_BYTES = 2**26  # more than the last cache of the devices that were tried
 CODEC_SAMPLE_ELEMENTS = 2**23  # a larger tensor is timed by a part of it: codecs are linear in its size
 BUSY = 1.05  # wall time by CPU time beyond which the cores are taken for shared with others
 
@@ -119,42 +122,47 @@ def replayed_groups(graph: LayerGraph, evidence: Evidence) -> tuple[Group, ...]:
 
 def rounds_us(
     run: Callable[[Clock], None], device: torch.device, budget_seconds: float, fixed: bool = False,
-    least: int = LEAST_ROUNDS,
+    before: Callable[[], None] | None = None,
 ) -> list[float]:  # fmt: skip
     """Medians over rounds of the intervals between the marks that ``run`` sets, after one round to warm up.
 
-    ``least`` rounds; more while the budget lasts, unless ``fixed``: ranks that replay collectives together must do
-    equally many."""
+    At least three rounds; more while the budget lasts, unless ``fixed``: ranks that replay collectives together must
+    do equally many. ``before`` is called before each round but the first."""
     start = time.perf_counter()
     run(clock_for(device))
     rounds: list[list[float]] = []
-    while len(rounds) < least or (not fixed and len(rounds) < MOST_ROUNDS):
+    while len(rounds) < LEAST_ROUNDS or (not fixed and len(rounds) < MOST_ROUNDS):
         began = time.perf_counter()
+        if before is not None:
+            before()
         clock = clock_for(device)
         run(clock)
         rounds.append(clock.intervals_us())
         now = time.perf_counter()
-        if len(rounds) >= least and now + (now - began) - start > budget_seconds:
+        if len(rounds) >= LEAST_ROUNDS and now + (now - began) - start > budget_seconds:
             break
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
-def time_ops(sample: Sample, budget_seconds: float = OPS_SECONDS) -> dict[int, float]:
+def time_ops(
+    sample: Sample, budget_seconds: float = OPS_SECONDS, before: Callable[[], None] | None = None, fixed: bool = False
+) -> dict[int, float]:
     """Microseconds of every op that some recipe of the graph runs, by op. Other ops are never replayed.
 
-    All ranks that share the graph's collectives must call this together."""
+    All ranks that share the graph's collectives must call this together. ``before`` is called before each timed
+    replay; ``fixed``: do equally many rounds on all ranks, because ``before`` has collectives."""
     graph, context = sample.graph, sample.context
     found: dict[int, float] = {}
     groups = replayed_groups(graph, sample.evidence)
     # An opaque submodule may draw random numbers unseen; the training's own must stay as they are.
     devices = [context.device] if context.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices):
         for group in groups:
             # A plan stores masks as bits: replay may write over what it decoded.
             private = sample.evidence.two_valued & frozenset(group.sources)
             run = partial(_replay, sample, Replayer(graph, group, context, private), private)
-            fixed = any(graph.ops[step.op].collective for step in group.steps)
-            medians = rounds_us(run, context.device, budget_seconds / len(groups), fixed)
+            together = fixed or any(graph.ops[step.op].collective for step in group.steps)
+            medians = rounds_us(run, context.device, budget_seconds / len(groups), together, before)
             found |= {step.op: us for step, us in zip(group.steps, medians, strict=True)}
     return found
 
@@ -163,7 +171,8 @@ def _replay(sample: Sample, replayer: Replayer, private: frozenset[int], clock: 
     env = gather(sample.graph, replayer.group.sources, sample.saved, sample.sources, sample.context)
     env |= {b: env[b].clone() for b in private}
     clock.mark()
-    replayer.run(env, sample.module, clock.mark)
+    with torch.no_grad():
+        replayer.run(env, sample.module, clock.mark)
 
 
 def time_codec(
@@ -183,8 +192,10 @@ def time_codec(
     elif timed != tuple(size):
         content = content.reshape(tuple(size))[tuple(slice(n) for n in timed)].contiguous()
     state = codec.observe(content) if state is None else state  # known beforehand, as in the training
+    scratch = _cache_scratch(device)
     with _full_heap(content):
-        encode_us, decode_us = rounds_us(partial(_transcode, codec, content, state), device, budget_seconds)
+        run = partial(_transcode, codec, content, state, scratch)
+        encode_us, _, decode_us = rounds_us(run, device, budget_seconds)
     return CodecPrice(encode_us * scale, decode_us * scale)
 
 
@@ -204,9 +215,16 @@ def _full_heap(like: Tensor) -> Iterator[None]:
         held.clear()
 
 
-def _transcode(codec: Codec, content: Tensor, state: State | None, clock: Clock) -> None:
+def _cache_scratch(device: torch.device) -> Tensor:
+    """What pushes everything else out of the caches when it is read."""
+    return torch.zeros(CACHE_BYTES // 4, device=device)
+
+
+def _transcode(codec: Codec, content: Tensor, state: State | None, scratch: Tensor, clock: Clock) -> None:
     clock.mark()
     packed = codec.encode(content, state)
+    clock.mark()
+    scratch.sum()
     clock.mark()
     decoded = codec.decode(packed)
     del decoded, packed  # the frees are part of the price: what is given back must be taken again
@@ -233,21 +251,38 @@ def _made_up(codec: Codec, size: tuple[int, ...], dtype: torch.dtype, device: to
     return (normal > 0 if isinstance(codec, Bitmask) else normal).to(dtype)
 
 
-def time_step(
-    rehearsal: Rehearsal, device: torch.device, budget_seconds: float = OPS_SECONDS, fixed: bool = False
-) -> float:
-    """Microseconds of a plain forward and backward of the layer. ``fixed``: do equally many rounds on all ranks,
-    because the layer has collectives."""
+class StepTimer:
+    """Runs a plain forward and backward of the layer when called, and notes how long each took."""
 
-    def run(clock: Clock) -> None:
+    def __init__(self, call: Call, device: torch.device) -> None:
+        self._call = call
+        self._device = device
+        self._us: list[float] = []
+        call.drop_parameter_gradients()
+
+    def __call__(self) -> None:
+        clock = clock_for(self._device)
         clock.mark()
         # Not the tensor itself: an output that its own node holds would never be freed.
-        call.forward(lambda tensor: tensor.detach(), lambda tensor: tensor).backward()
-        for tensor in call.inputs:
+        self._call.forward(lambda tensor: tensor.detach(), lambda tensor: tensor).backward()
+        for tensor in self._call.inputs:
             tensor.grad = None
         clock.mark()
+        self._us += clock.intervals_us()
 
+    @property
+    def us(self) -> float:
+        """The median so far, microseconds."""
+        return statistics.median(self._us)
+
+
+def time_layer(
+    sample: Sample, rehearsal: Rehearsal, budget_seconds: float = OPS_SECONDS, fixed: bool = False
+) -> tuple[dict[int, float], float]:
+    """Microseconds of the ops as :func:`time_ops` gives them, and of a plain forward and backward of the layer, which
+    take turns."""
     with rehearsal.begin() as call:
-        call.drop_parameter_gradients()
-        (us,) = rounds_us(run, device, budget_seconds, fixed, LEAST_STEPS)
-    return us
+        step = StepTimer(call, sample.context.device)
+        step()
+        ops = time_ops(sample, budget_seconds, step, fixed)
+        return ops, step.us

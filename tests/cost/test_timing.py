@@ -22,7 +22,7 @@ from megatron_adacc.cost.measured import MeasuredPrices, codec_key, op_keys
 from megatron_adacc.cost.prices import CodecPrice
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.sampling import sample_of
-from megatron_adacc.cost.timing import CpuClock, replayed_groups, rounds_us, time_codec, time_ops, time_step
+from megatron_adacc.cost.timing import CpuClock, replayed_groups, rounds_us, time_codec, time_layer, time_ops
 from megatron_adacc.graph.recipes import group_recipes
 from megatron_adacc.graph.replay import Replayer
 
@@ -181,8 +181,7 @@ def test_timing_changes_neither_random_numbers_nor_saved_tensors_nor_gradients()
     sources = {b: t.clone() for b, t in sample.sources.items()}
     x = torch.randn(8, 16, requires_grad=True)
     state = torch.get_rng_state()
-    time_ops(sample, 0.0)
-    time_step(Rehearsal(sample.module, sample.module.forward, (x,), {}), CPU, 0.0)
+    time_layer(sample, Rehearsal(sample.module, sample.module.forward, (x,), {}), 0.0)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(t, saved[b]) for b, t in sample.saved.items())
     assert all(torch.equal(t, sources[b]) for b, t in sample.sources.items())
@@ -190,20 +189,26 @@ def test_timing_changes_neither_random_numbers_nor_saved_tensors_nor_gradients()
     assert x.grad is None
 
 
-def test_a_step_is_forward_and_backward(scripted):
+def test_steps_and_replays_take_turns(scripted):
     runs = []
-    layer = Layer()
+    sample = layer_sample()
 
     def forward(x):
-        y = Layer.forward(layer, x)
+        y = Layer.forward(sample.module, x)
         y.register_hook(lambda gradient: runs.append("backward"))
         runs.append("forward")
         return y
 
+    (group,) = replayed_groups(sample.graph, sample.evidence)
+    replay = [1.0] * len(group.steps)
     x = torch.randn(8, 16, requires_grad=True)
-    scripted([[9.0], [5.0], [7.0]])
-    assert time_step(Rehearsal(layer, forward, (x,), {}), CPU, 0.0) == 6.0
-    assert runs == ["forward", "backward"] * 3
+    # A step and a replay to warm up, then three of each.
+    made = scripted([[9.0], replay, [5.0], replay, [7.0], replay, [6.0], replay])
+    ops, step_us = time_layer(sample, Rehearsal(sample.module, forward, (x,), {}), 0.0)
+    assert step_us == 6.5
+    assert set(ops.values()) == {1.0}
+    assert runs == ["forward", "backward"] * 4
+    assert len(made) == 8
 
 
 # ---- codecs ----
@@ -224,7 +229,7 @@ def test_a_bitmask_of_bools_has_a_price():
 
 def test_a_large_tensor_is_timed_by_a_part(scripted, monkeypatch):
     monkeypatch.setattr(timing, "CODEC_SAMPLE_ELEMENTS", 2**12)
-    scripted(itertools.repeat([10.0, 20.0]))
+    scripted(itertools.repeat([10.0, 500.0, 20.0]))  # emptying the caches, in between, does not count
     codec = codecs.get("group_int4", implementation="torch")
     assert time_codec(codec, (16, 2**10), torch.float32, CPU, 0.0) == CodecPrice(40.0, 80.0)
     assert time_codec(codec, (4, 2**10), torch.float32, CPU, 0.0) == CodecPrice(10.0, 20.0)
@@ -266,9 +271,9 @@ def test_a_full_heap_has_no_hole_for_what_is_decoded():
 
 @pytest.fixture
 def count_measurements(monkeypatch):
-    """Calls of time_ops, time_codec and time_step that MeasuredPrices makes, by name."""
+    """Calls of time_ops, time_codec and time_layer that MeasuredPrices makes, by name."""
     calls = []
-    for name in ("time_ops", "time_codec", "time_step"):
+    for name in ("time_ops", "time_codec", "time_layer"):
         original = getattr(measured_module, name)
 
         def counting(*args, _name=name, _original=original, **kwargs):
@@ -303,12 +308,12 @@ def test_the_second_start_measures_nothing(tmp_path, count_measurements):
     codec = codecs.get("bitmask", implementation="torch")
     price = first.codec(codec, (8, 16), torch.float32)
     assert first.codec(codec, (8, 16), torch.float32) == price
-    assert count_measurements == ["time_ops", "time_step", "time_codec"]
+    assert count_measurements == ["time_layer", "time_codec"]
     again = layer_sample()
     second = MeasuredPrices(CPU, PriceCache(tmp_path, HEADER), 0.0)
     second.measure(again, rehearsal_of(again))
     assert second.codec(codec, (16, 8), torch.float32) == price  # without channels, only the number counts
-    assert len(count_measurements) == 3
+    assert len(count_measurements) == 2
     for op in range(len(sample.graph.ops)):
         assert second.op_us(again.graph, op) == first.op_us(sample.graph, op)
     assert second.step_us(again.graph) == first.step_us(sample.graph)
