@@ -77,8 +77,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A solved stage. ``predictions``: of no plan, of full recompute, and of this one, in this order. ``facts`` and
-    ``solution`` say why."""
+    """A solved stage. ``predictions``: of no plan, of full recompute, and of this one, in this order. ``facts``,
+    ``problem`` and ``solution`` say why."""
 
     plan: Plan
     predictions: tuple[Prediction, ...]
@@ -86,6 +86,7 @@ class StagePlan:
     facts: tuple[ClassFacts, ...]
     limit: Limit
     limit_bytes: int
+    problem: Problem
 
     @property
     def predicted(self) -> Prediction:
@@ -156,7 +157,7 @@ def plan_stage(
     if not solution.layers:
         raise UserError(_too_little(solution, limit, facts))
     predictions = (none_predicted(facts, room), full_predicted(facts, room), predicted)
-    return StagePlan(_plan(facts, solution, name), predictions, solution, facts, limit, limit_bytes)
+    return StagePlan(_plan(facts, solution, name), predictions, solution, facts, limit, limit_bytes, problem)
 
 
 def _too_little(solution: Solution, limit: Limit, facts: Sequence[ClassFacts]) -> str:
@@ -200,15 +201,21 @@ def _predicted(facts: Sequence[ClassFacts], solution: Solution, room: Room, name
 
 def none_predicted(facts: Sequence[ClassFacts], room: Room) -> Prediction:
     """Every layer keeps everything."""
-    indices = [i for i, f in enumerate(facts) for _ in f.places]
-    return _prediction(facts, room, "none", indices, [facts[i].kept for i in indices], 0.0)
+    return uniform_predicted(facts, room, "none", [f.kept for f in facts], [0.0] * len(facts))
 
 
 def full_predicted(facts: Sequence[ClassFacts], room: Room) -> Prediction:
     """Every layer keeps its input and runs again, whole, before its backward."""
+    return uniform_predicted(facts, room, "full", [_checkpointed(f) for f in facts], [f.forward_us for f in facts])
+
+
+def uniform_predicted(
+    facts: Sequence[ClassFacts], room: Room, name: str, memories: Sequence[LayerMemory], added_us: Sequence[float]
+) -> Prediction:
+    """All layers of a class do the same: ``memories`` and the microseconds added to a layer, one a class."""
     indices = [i for i, f in enumerate(facts) for _ in f.places]
-    added = sum(facts[i].forward_us for i in indices)
-    return _prediction(facts, room, "full", indices, [_checkpointed(facts[i]) for i in indices], added)
+    added = sum(added_us[i] for i in indices)
+    return _prediction(facts, room, name, indices, [memories[i] for i in indices], added)
 
 
 def _checkpointed(fact: ClassFacts) -> LayerMemory:
