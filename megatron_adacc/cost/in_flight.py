@@ -45,6 +45,11 @@ class Schedule:
             return
         if self.stages == 1:
             raise UserError(f"{self.chunks} chunks need a pipeline of at least 2 stages, but there is one stage.")
+        if self.micro_batches < self.stages:
+            raise UserError(
+                f"An interleaved schedule of {self.stages} stages needs at least as many micro-batches in a step, but "
+                f"it has {self.micro_batches}: raise the global batch."
+            )
         group = self.group
         if not self.stages <= group <= self.micro_batches:
             raise UserError(

@@ -1,15 +1,18 @@
 """From a job's flags, read by Megatron's own parser, to the plain data that the memory model works on."""
 
 import contextlib
+import importlib
+import inspect
 import io
+import logging
 import math
 import os
 import sys
 import warnings
-from argparse import Namespace
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, padded_vocab_size
 from megatron_adacc.cost.in_flight import Schedule
@@ -17,6 +20,8 @@ from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.outer_activations import OuterShape
 from megatron_adacc.cost.static_memory import Buckets, Training
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron import launch
+from megatron_adacc.megatron.flags import add_flags
 
 # What a job needs to be understood, and has no default in Megatron: small ones, where the flags do not say.
 _DEFAULTS = {"--micro-batch-size": "1", "--seq-length": "1024"}
@@ -48,8 +53,6 @@ def job_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: bool
 
 def args_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: bool | None = None) -> Namespace:
     """Megatron's validated arguments for such a job. Raises UserError in Megatron's words for what it refuses."""
-    from megatron_adacc.megatron import launch
-
     tokens = list(flags)
     given = {token.split("=")[0] for token in tokens if token.startswith("--")}
     for name, value in _DEFAULTS.items():
@@ -57,24 +60,36 @@ def args_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: boo
             tokens += [name, value]
     if "--max-position-embeddings" not in given:
         tokens += ["--max-position-embeddings", _value(tokens, "--seq-length")]
-    launch.prepare(program, tokens)
-    before = sys.argv, os.environ.get("WORLD_SIZE")
-    sys.argv, os.environ["WORLD_SIZE"] = [program, *tokens], str(world_size)
+    absent = bool(cuda) and not _on_cuda()
+    if not absent:
+        launch.prepare(program, tokens)
+    launch.quiet_missing_libraries()
+    importlib.import_module("megatron.training.arguments")  # while tensors are real
+    environment, command = dict(os.environ), sys.argv
+    # Megatron wants one connection for tensor parallelism on older GPUs, and more for fully sharded parameters.
+    connections = "8" if given & {"--use-torch-fsdp2", "--use-megatron-fsdp"} else "1"
+    os.environ.update(WORLD_SIZE=str(world_size), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS=connections)
+    sys.argv = [program, *tokens]
     try:
-        # Megatron prints all of its arguments, and warns of what it sets itself.
+        with _quiet():
+            return _validated_for_absent_device() if absent else _validated()
+    finally:
+        sys.argv = command
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out that Megatron prints all of its arguments, and tells what it sets itself."""
+    level = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            args = _validated()
+            yield
     finally:
-        sys.argv = before[0]
-        if before[1] is None:
-            del os.environ["WORLD_SIZE"]
-        else:
-            os.environ["WORLD_SIZE"] = before[1]
-    if cuda:
-        # On a machine without a GPU the flags were made to fit its CPU.
-        args.transformer_impl = _value(tokens, "--transformer-impl") or "transformer_engine"
-    return args
+        logging.disable(level)
 
 
 def ranks_of_one_replica(flags: Sequence[str]) -> int:
@@ -106,6 +121,26 @@ def _validated() -> Namespace:
 
     args = arguments.parse_args()
     with_sentences(arguments.validate_args)(args, {})
+    return args
+
+
+def _validated_for_absent_device() -> Namespace:
+    """The same without a GPU, not as a process would run them that was prepared for the CPU."""
+    from megatron.training import arguments
+
+    from megatron_adacc.devices.absent import absent_cuda
+    from megatron_adacc.patches.training_argument_utils import with_sentences
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message} (megatron-core knows no such flag or value).")
+
+    def provider(parser: ArgumentParser) -> ArgumentParser:
+        parser.error = refuse  # type: ignore[method-assign]
+        return add_flags(parser)
+
+    with absent_cuda():
+        args = inspect.unwrap(arguments.parse_args)(provider)
+        with_sentences(inspect.unwrap(arguments.validate_args))(args, {})
     return args
 
 
@@ -167,7 +202,8 @@ def _stages(args: Namespace, pipeline: int, chunks: int) -> tuple[tuple[Chunk, .
 
     from megatron_adacc.patches.training_argument_utils import with_sentences
 
-    config = with_sentences(core_transformer_config_from_args)(args)
+    with _quiet():
+        config = with_sentences(core_transformer_config_from_args)(args)
     layout = config.pipeline_model_parallel_layout
     stages = []
     for stage in range(pipeline):

@@ -77,7 +77,7 @@ def test_moments_know_what_runs():
         ({"stages": 0}, "at least one of its stages, but 0 is given"),
         ({"micro_batches": -1}, "at least one of its micro_batches, but -1 is given"),
         ({"stages": 1, "chunks": 2, "micro_batches": 4}, "2 chunks need a pipeline of at least 2 stages"),
-        ({"stages": 4, "chunks": 2, "micro_batches": 2}, "takes from 4 (the pipeline's stages) to 2"),
+        ({"stages": 4, "chunks": 2, "micro_batches": 2}, "at least as many micro-batches in a step, but it has 2"),
         ({"stages": 4, "chunks": 2, "micro_batches": 8, "group_size": 3}, "but 3 is given"),
         ({"stages": 4, "chunks": 2, "micro_batches": 9, "group_size": 8}, "leave a last group of 1"),
     ],

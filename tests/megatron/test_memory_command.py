@@ -168,6 +168,47 @@ def test_a_pipeline(adacc):
     assert "Megatron's own estimate" in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "layers", "per_parameter"),
+    [
+        (["--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"], [[1], [3]], 16),
+        (
+            [
+                *("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et|t|tt|L"),
+                *("--global-batch-size", "2"),
+            ],
+            [[1, 2], [1, 0]],
+            16,
+        ),
+        (["--bf16", "--grad-reduce-in-bf16"], [[4]], 16),
+        (["--bf16", "--context-parallel-size", "2"], [[4]], 18),
+        (["--fp16", "--accumulate-allreduce-grads-in-fp32"], [[4]], 18),
+        (["--optimizer", "sgd", "--sgd-momentum", "0"], [[4]], 8),
+        (
+            [
+                *(
+                    "--use-torch-fsdp2",
+                    "--world",
+                    "4",
+                    "--ckpt-format",
+                    "torch_dcp",
+                    "--no-gradient-accumulation-fusion",
+                ),
+                "--untie-embeddings-and-output-weights",
+            ],
+            [[4]],
+            4,
+        ),
+    ],
+)
+def test_flags_that_need_a_gpu_are_read_without_one(flags, layers, per_parameter, adacc):
+    code, text = adacc("memory", *SMALL, *flags, "--json", "-")
+    assert code == 0, text
+    stages = json.loads(text[text.index("{") :])["stages"]
+    assert [stage["layers"] for stage in stages] == layers
+    assert {stage["bytes_per_parameter"] for stage in stages} == {per_parameter}
+
+
 def test_configs_against_megatron(fork):
     """Every config is parsed by Megatron, has the parameters that its comment says, and differs from Megatron's
     estimate by exactly the bytes that are explained."""
