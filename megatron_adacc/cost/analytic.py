@@ -11,7 +11,7 @@ stream; what overlaps in a real step (collectives with products) is not modelled
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -36,6 +36,10 @@ class AnalyticPrices:
         found = graph.ops[op]
         return None if found.barrier is not None else self.forward_us(graph, found)
 
+    def ops_us(self, graph: LayerGraph, ops: Iterable[Op]) -> float:
+        """Microseconds of these ops of the forward in a row."""
+        return sum(self.forward_us(graph, op) for op in ops if not is_half_of_dropout(graph, op))
+
     def forward_us(self, graph: LayerGraph, op: Op) -> float:
         """Microseconds of any op of the forward."""
         if op_leaf(op) in FREE:
@@ -47,7 +51,7 @@ class AnalyticPrices:
 
     def step_us(self, graph: LayerGraph) -> float:
         """See ``Prices``."""
-        forward = sum(self.forward_us(graph, op) for op in graph.ops if not is_half_of_dropout(graph, op))
+        forward = self.ops_us(graph, graph.ops)
         backward = sum(self._work_us(work) for work in backward_work(graph))
         # The gradient of an all-gather is a reduce-scatter of the same bytes, that of an all-reduce another one.
         collectives = sum(self.forward_us(graph, op) for op in graph.ops if op.collective)

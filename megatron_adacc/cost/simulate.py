@@ -73,6 +73,10 @@ class Simulator:
         found = {graph.buffers[s.buffer].storage: graph.buffers[s.buffer].nbytes for s in graph.inputs}
         return sum(size for storage, size in found.items() if self._inputs[storage])
 
+    def of_graph(self, graph: LayerGraph) -> Simulator:
+        """The same rehearsal, read with another graph of the same saved tensors; further packs are never asked for."""
+        return Simulator(graph, self._timeline, self._context)
+
     def groups(self, fates: Fates) -> tuple[Group, ...]:
         """The groups of recipes that the engine makes for a plan."""
         stored = frozenset(b for b in self._graph.saved if b not in fates.dropped)

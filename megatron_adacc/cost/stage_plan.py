@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from megatron_adacc.cost.layer_problem import LayerProblem
 from megatron_adacc.cost.limits import Limit, least_written, written_bytes
 from megatron_adacc.cost.simulate import Fates, LayerMemory, Simulator
 from megatron_adacc.errors import UserError
+from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.planner import LayerPlan, Plan
 from megatron_adacc.planner.problem import LayerClass, Problem
 from megatron_adacc.planner.solution import Solution
@@ -50,6 +52,14 @@ class ClassFacts:
     def kept(self) -> LayerMemory:
         """With everything held."""
         return self.simulator.memory(Fates({}, frozenset()))
+
+
+class NothingFits(UserError):
+    """No plan is within the limit. ``least_bytes``: the least limit that may have one, None where it is not known."""
+
+    def __init__(self, message: str, least_bytes: int | None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ def plan_stage(
     A limit in bytes is one for everything on the device; a share is one for what is held of a micro-batch's
     activations, as a part of what the plain run holds.
 
-    Raises UserError, naming the least limit that has a plan, where nothing fits."""
+    Raises NothingFits, a UserError that names the least limit that has a plan, where nothing fits."""
     from megatron_adacc.planner.stage import solve_stage  # OR-Tools is needed here and nowhere before
 
     facts = tuple(facts)
@@ -155,7 +165,7 @@ def plan_stage(
         problem = replace(problem, fixed_bytes=problem.fixed_bytes + over)
         solution = solve_stage(problem, extra, time_limit_seconds=time_limit_seconds)
     if not solution.layers:
-        raise UserError(_too_little(solution, limit, facts))
+        raise NothingFits(_too_little(solution, limit, facts), solution.least_bytes)
     predictions = (none_predicted(facts, room), full_predicted(facts, room), predicted)
     return StagePlan(_plan(facts, solution, name), predictions, solution, facts, limit, limit_bytes, problem)
 
@@ -177,11 +187,14 @@ def _too_little(solution: Solution, limit: Limit, facts: Sequence[ClassFacts]) -
 
 
 def _plan(facts: Sequence[ClassFacts], solution: Solution, name: str) -> Plan:
-    """One layer plan a layer; layers of a class that are alike in a row of all share one."""
+    """One layer plan a layer; the layers of a class share one if all have the same, and no other class its graph
+    (another virtual pipeline stage, of which more is in flight)."""
     layers: list[LayerPlan] = []
+    graphs = Counter(fingerprint(fact.problem.graph) for fact in facts)
     for index, fact in enumerate(facts):
         answers = solution.layers_of(index)
         same = all(answer.actions == answers[0].actions for answer in answers)
+        same = same and graphs[fingerprint(fact.problem.graph)] == 1
         if same and answers:
             layers.append(fact.problem.layer_plan(answers[0].actions, None))
         else:

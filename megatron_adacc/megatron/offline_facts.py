@@ -127,8 +127,7 @@ def _facts(layers: Layers, prices: AnalyticPrices, lossy: bool) -> ClassFacts:
         graph, evidence, prices, offers, min_bytes=MIN_BYTES, count=layers.count, chunk=layers.chunk
     )
     simulator = Simulator(graph, timeline, Context((), torch.device("cuda")))
-    forward_us = sum(prices.forward_us(graph, op) for op in graph.ops)
-    return ClassFacts(problem, simulator, layers.places, forward_us, prices.step_us(graph))
+    return ClassFacts(problem, simulator, layers.places, prices.ops_us(graph, graph.ops), prices.step_us(graph))
 
 
 def _quantized(layers: Layers) -> LayerPlan:

@@ -10,37 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_adacc.planner.problem import BufferItem, Problem
+from megatron_adacc.planner.reason import Reason
 from megatron_adacc.planner.solution import COMPRESS, DROP, KEEP, LayerAnswer, Solution
 from megatron_adacc.planner.stage import layer_paths, solve_flow
-
-
-@dataclass(frozen=True)
-class Reason:
-    """``layers``: places of the group in the stage, from 0. ``second``: what the buffer gets when ``action`` is
-    forbidden, None where there is no other plan; ``more_us`` and ``more_bytes`` what all layers of the group then cost
-    and hold more (bytes of (4), so all micro-batches in flight). ``proven``: the solver had the time to be sure."""
-
-    layers: tuple[int, ...]
-    site: str
-    action: str
-    second: str | None
-    more_us: float
-    more_bytes: int
-    proven: bool = True
-
-    @property
-    def sentence(self) -> str:
-        if self.second is None:
-            nothing = "nothing else is possible within the limit"
-            return f"{self.action}: {nothing if self.proven else 'the time was over before the answer'}"
-        held = "as many bytes"
-        if self.more_bytes:
-            held = f"{abs(self.more_bytes):,} bytes {'more' if self.more_bytes > 0 else 'less'}"
-        cost = f"{'' if self.proven else 'at most '}{self.more_us:,.1f} us more"
-        return f"{self.action}: {self.second} instead would cost {cost} and hold {held}"
 
 
 def explain(problem: Problem, solution: Solution, time_limit_seconds: float = 60.0) -> tuple[Reason, ...]:
@@ -110,26 +85,3 @@ def _forbidden(buffer: BufferItem, action: str, limit_bytes: int) -> BufferItem 
         codecs = tuple(codec for codec in buffer.codecs if COMPRESS + codec.name != action)
         return replace(buffer, codecs=codecs)
     return replace(buffer, must_hold=True) if buffer.storable else None
-
-
-def table(reasons: tuple[Reason, ...]) -> str:
-    """The reasons as text, one line a buffer, the dearest to change first within a group."""
-    lines: list[str] = []
-    for places in dict.fromkeys(reason.layers for reason in reasons):
-        lines.append(_places(places))
-        group = [reason for reason in reasons if reason.layers == places]
-        width = max(len(reason.site) for reason in group)
-        ordered = sorted(group, key=lambda r: (r.second is not None, -r.more_us, r.site))
-        lines += [f"  {reason.site:<{width}}  {reason.sentence}" for reason in ordered]
-    return "\n".join(lines)
-
-
-def _places(places: tuple[int, ...]) -> str:
-    runs: list[list[int]] = []
-    for place in places:
-        if runs and place == runs[-1][1] + 1:
-            runs[-1][1] = place
-        else:
-            runs.append([place, place])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ("layer " if len(places) == 1 else "layers ") + ", ".join(words)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_adacc.atomic import write_text
 from megatron_adacc.errors import UserError
+from megatron_adacc.planner.reason import Reason
 
 FORMAT = 1
 LOSSLESS_CODECS = frozenset({"bitmask"})
@@ -82,11 +83,13 @@ class LayerPlan:
     """Actions for one layer class, or for one layer of it.
 
     ``fingerprint`` is the graph's; ``layer`` the layer's place among those attached, None for all of the
-    class; ``actions`` give (site, action), a site not named is kept."""
+    class; ``actions`` give (site, action), a site not named is kept; ``stage`` the pipeline stage whose layers
+    these are, None where the plan is for one stage only."""
 
     fingerprint: str
     actions: tuple[tuple[str, Action], ...]
     layer: int | None = None
+    stage: int | None = None
 
     def action(self, site: str) -> Action:
         return dict(self.actions).get(site, Keep())
@@ -98,15 +101,23 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of the activations of a model's layers on one pipeline stage."""
+    """What becomes of the activations of a model's layers, on one pipeline stage or on each.
+
+    ``notes``: what it was made for, by name; ``reasons``: why, as far as that was asked."""
 
     layers: tuple[LayerPlan, ...]
     name: str = "plan"
     notes: tuple[tuple[str, str], ...] = field(default=())
+    reasons: tuple[Reason, ...] = field(default=())
 
     @property
     def lossless(self) -> bool:
         return all(layer.lossless for layer in self.layers)
+
+    def of_stage(self, stage: int) -> Plan:
+        """The part for one pipeline stage."""
+        own = tuple(layer for layer in self.layers if layer.stage in (None, stage))
+        return replace(self, layers=own, reasons=tuple(r for r in self.reasons if r.stage in (None, stage)))
 
     def find(self, fingerprint: str, sites: Iterable[str], layer: int) -> LayerPlan | None:
         """The plan for the layer at place ``layer`` whose graph has this fingerprint.
@@ -131,11 +142,14 @@ class Plan:
             {
                 "fingerprint": layer.fingerprint,
                 "layer": layer.layer,
+                **({} if layer.stage is None else {"stage": layer.stage}),
                 "actions": {site: action.to_data() for site, action in layer.actions},
             }
             for layer in self.layers
         ]
         content = {"format": FORMAT, "name": self.name, "notes": dict(self.notes), "layers": layers}
+        if self.reasons:
+            content["reasons"] = [reason.to_data() for reason in self.reasons]
         return json.dumps(content, indent=1)
 
     @staticmethod
@@ -153,11 +167,13 @@ class Plan:
                     layer["fingerprint"],
                     tuple((site, action_from_data(data)) for site, data in layer["actions"].items()),
                     layer["layer"],
+                    layer.get("stage"),
                 )
                 for layer in content["layers"]
             )
-            return Plan(layers, content["name"], tuple(content["notes"].items()))
-        except (KeyError, TypeError, AttributeError) as error:
+            reasons = tuple(Reason.from_data(reason) for reason in content.get("reasons", []))
+            return Plan(layers, content["name"], tuple(content["notes"].items()), reasons)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
                 f"A plan file of format {FORMAT} has layers, each with fingerprint, layer and actions; in this one "
                 f"something is missing or of another kind ({error})."
@@ -183,6 +199,7 @@ class Plan:
         lines = [f"plan {self.name}: {len(self.layers)} layer plans, {'lossless' if self.lossless else 'lossy'}"]
         for layer in self.layers:
             where = "all layers" if layer.layer is None else f"layer {layer.layer}"
+            where += "" if layer.stage is None else f" of stage {layer.stage}"
             lines.append(f"  {layer.fingerprint} ({where})")
             lines += [f"    {site}: {action}" for site, action in layer.actions]
         return "\n".join(lines)

@@ -1,7 +1,8 @@
 """Why a buffer got its action."""
 
-from megatron_adacc.planner.explain import Reason, explain, table
+from megatron_adacc.planner.explain import explain
 from megatron_adacc.planner.problem import BufferItem, CodecChoice, LayerClass, OpItem, Problem
+from megatron_adacc.planner.reason import Reason, table
 from megatron_adacc.planner.stage import solve_stage
 
 BUFFERS = (
