@@ -46,6 +46,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.see((args, kwargs, result))
+        inside = inside_bytes(func, args)
+        if inside:
+            now, base = self._note()
+            self._peak, self._base_peak = max(self._peak, now + inside), max(self._base_peak, base + inside)
         if self.after_op is not None:
             self.after_op()
         return result
@@ -81,3 +85,12 @@ class LiveBytes(TorchDispatchMode):
         found = Mark(now, self._peak, base, self._base_peak, frozenset(self._watched.values()))
         self._peak, self._base_peak = now, base
         return found
+
+
+def inside_bytes(func: Any, args: Any) -> int:
+    """What an op allocates and frees inside, where that is known: gloo reduces a copy of the whole input before it
+    scatters the result."""
+    if not str(func).startswith(("c10d._reduce_scatter_base_", "c10d.reduce_scatter_")):
+        return 0
+    inputs = [t for _, t in flatten_tensors(args[1], "") if t.device.type == "cpu"]
+    return sum(t.numel() * t.element_size() for t in inputs)

@@ -17,8 +17,8 @@ What is alive only for a moment, beside that:
     end of the forward      w L, 16-bit logits beside their fp32 copy; vectors of 52 s b
     start of the backward   w L, the softmax's gradient cast to 16 bits; then, with the softmax gone, the gradients of
                             the output layer's input and weight, w (r b h + V h / t), and under sequence parallelism
-                            that of the whole sequence, w s b h; on the CPU a 16-bit weight gradient is cast on its
-                            way into an fp32 gradient buffer, 4 V h / t
+                            that of the whole sequence, w s b h (on the CPU twice); on the CPU a 16-bit weight
+                            gradient is cast on its way into an fp32 gradient buffer, 4 V h / t
     layers' backward        w V h / t: the gradient of a weight that is tied to the embedding on the same stage waits
                             for the embedding's part
     end of the backward     the embedding's gradient, w (V h / t + r b h), the same casts
@@ -197,7 +197,9 @@ def of_chunk(shape: OuterShape, chunk: Chunk) -> OuterBytes:
         softmax = _FP32 * shape.logits if narrow else 0
         gradients = shape.boundary_bytes + shape.weight_gradient_bytes
         if shape.sequence_parallel:
-            gradients += shape.element_bytes * shape.tokens * shape.hidden_size
+            # gloo reduces a copy of what it scatters.
+            copies = 1 if shape.cuda else 2
+            gradients += copies * shape.element_bytes * shape.tokens * shape.hidden_size
         # When the weight's gradient is cast, softmax and the output layer's input are gone. That of a tied weight
         # waits, and is cast with the embedding's.
         added = 0 if tied else gradients + shape.cast_bytes - _FP32 * shape.logits - shape.boundary_bytes

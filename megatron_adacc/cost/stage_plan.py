@@ -66,11 +66,13 @@ class NothingFits(UserError):
 class Room:
     """What the activations share the device with. ``fixed_bytes``: parameters, gradients, optimizer state and all
     else that no plan changes; ``transient_bytes``: alive beside all held activations when the forward ends (the loss
-    head's); ``other_us``: the step's time outside the layers, of one micro-batch."""
+    head's); ``other_us``: the step's time outside the layers, of one micro-batch; ``floor_bytes``: what the device
+    needs at some moment without any activation of the layers, as while the optimizer steps."""
 
     fixed_bytes: int = 0
     transient_bytes: int = 0
     other_us: float = 0.0
+    floor_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,13 @@ def plan_stage(
         limit_bytes, fixed = math.floor(limit.share * plain_bytes(facts)), shared
         classes = tuple(replace(f.layer_class, in_flight=1) for f in facts)
     transient = room.transient_bytes if whole else 0
+    if whole and limit_bytes < room.floor_bytes:
+        raise NothingFits(
+            f"No plan fits into {limit}: parameters, gradients and optimizer state alone need "
+            f"{written_bytes(room.floor_bytes)} during the optimizer's step; share the model by more ranks, or use the "
+            "distributed optimizer.",
+            room.floor_bytes,
+        )
     problem = Problem(classes, limit_bytes, fixed, error_budget, transient)
 
     def extra(index: int, actions: Mapping[str, str]) -> int:
@@ -264,7 +273,7 @@ def _prediction(
         everything += facts[i].gradient_bytes
         freed[chunk] = freed.get(chunk, 0) + memory.held
     plain = sum(facts[i].step_us for i in indices) + room.other_us
-    return Prediction(name, held + shared, peak, plain + added_us)
+    return Prediction(name, held + shared, max(peak, room.floor_bytes), plain + added_us)
 
 
 def _positions(facts: Sequence[ClassFacts], indices: list[int]) -> list[int]:

@@ -148,7 +148,7 @@ class Storages:
     def carve(self, tensor: Tensor, state: int) -> tuple[Region | None, list[Region]]:
         """A region of its own for a part of foreign memory, and those whose bytes it shares. None where there is
         one with just these bytes."""
-        begin = tensor.storage_offset() * tensor.element_size()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
         end = begin + extent_bytes(tensor)
         others = [r for r in self._regions.get(storage_key(tensor), ()) if r.begin < end and begin < r.end]
         same = [r for r in others if (r.begin, r.end, r.origin) == (begin, end, begin)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_adacc.cost.in_flight import heaviest
+from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.stage_plan import Room
 from megatron_adacc.megatron.read_job import job_of_args
@@ -24,10 +25,10 @@ def setting_of(args: Namespace, chunk_of: list[int]) -> Setting:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     alive = heaviest(job.schedule, stage, [chunk_of.count(c) for c in range(job.schedule.chunks)])
     rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    static_bytes = job.static_bytes(stage, rank).total
+    found = room_of(job, stage, rank)
 
     def room(device: torch.device) -> Room:
-        return Room(fixed_bytes=static_bytes)
+        return found
 
     return Setting(
         limit=None if args.adacc_limit is None else Limit.parse(args.adacc_limit),
@@ -42,6 +43,14 @@ def setting_of(args: Namespace, chunk_of: list[int]) -> Setting:
         preserve=random_states_put_back,
         error_budget=args.adacc_error_budget,
     )
+
+
+def room_of(job: Job, stage: int, rank: int | None = None) -> Room:
+    """What a rank of `stage` needs beside its layers; `rank` among its data-parallel ranks, None for the fullest."""
+    needed = job.room(stage, rank)
+    # The layers' own account has the attention mask, which is an input that they share.
+    fixed_bytes = needed.fixed_bytes - job.outer.mask_bytes
+    return Room(fixed_bytes, needed.transient_bytes, floor_bytes=max(fixed_bytes + needed.end_bytes, needed.step_bytes))
 
 
 @contextlib.contextmanager

@@ -147,6 +147,7 @@ class Observer:
         self._figures.clear()
         self._step_ms.clear()
         ranks = self._gather(mine)
+        self._gather_predictions(len(ranks))
         if self._layers is None:
             self._layers = [{} for _ in ranks]
             own = {name: size for layers in self._layers_of_chunks.values() for name, size in layers.items()}
@@ -170,6 +171,18 @@ class Observer:
         self._say(row)
         if last or time.monotonic() - self._written_at > 10:
             self._write()
+
+    def _gather_predictions(self, ranks: int) -> None:
+        """What a solved plan promised on each rank, once all ranks have one."""
+        if self._handle is None or self._args.adacc_plan != "auto" or self._report.predicted:
+            return
+        stage = self._handle.stage
+        own = None if stage is None else {"limit_bytes": stage.limit_bytes, **asdict(stage.predicted)}
+        found: list[dict[str, Any] | None] = [None] * ranks
+        torch.distributed.all_gather_object(found, own)
+        known = [{"rank": rank, **one} for rank, one in enumerate(found) if one is not None]
+        if len(known) == ranks:
+            self._report.predicted = known
 
     def _gather(self, mine: _Figures) -> list[_Figures]:
         # Sizes are not negative: -1 carries "unknown" through the collective.

@@ -43,6 +43,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     ranks: list[dict[str, int | None]] = field(default_factory=list)
     layer_held_bytes: dict[str, int] = field(default_factory=dict)
+    predicted: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def start(cls, args: Namespace) -> "Report":
@@ -104,6 +105,7 @@ class Report:
                 "versions": self.versions,
                 "layer_held_bytes": self.layer_held_bytes,
                 "ranks": self.ranks,
+                "predicted": self.predicted,
                 "iterations": [asdict(row) for row in self.rows],
             },
             indent=1,

@@ -33,3 +33,29 @@ def test_auto_leaves_the_checkpoint_of_a_plain_run(trained, tmp_path, layout):
     off_bytes, auto_bytes = (sum(run.report["layer_held_bytes"].values()) for run in (off, auto))
     assert auto_bytes < 0.45 * off_bytes
     assert "plan auto, limit 30 % of the plain activations: optimal" in auto.text
+
+
+PREDICTED = SETTINGS | {
+    "hidden_size": 128, "seq_length": 128, "max_position_embeddings": 128, "micro_batch_size": 4, "vocab_size": 1000,
+    "num_layers": 4, "global_batch_size": 8, "iterations": 4,
+}  # fmt: skip
+PEAKS = {
+    "everything fits": {},
+    "half": {"adacc_limit": "50%"},
+    "least": {"adacc_limit": "13%"},
+    "tensor": {"ranks": 2, "tensor_model_parallel_size": 2, "adacc_limit": "35%"},
+    "sequence": {"ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "sequence, half": {"ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True, "adacc_limit": "50%"},
+    "pipeline": {"ranks": 2, "pipeline_model_parallel_size": 2, "global_batch_size": 16, "adacc_limit": "40%"},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", PEAKS)
+def test_predicted_peak_is_met_from_above(trained, case):
+    """Parameters, optimizer, embedding, loss, layers under the plan: at most 5 % too much, never too little."""
+    run = trained(plan="auto", **PREDICTED | PEAKS[case])
+    predicted = {one["rank"]: one for one in run.report["predicted"]}
+    assert len(predicted) == len(run.report["ranks"])
+    for rank in run.report["ranks"]:
+        assert rank["peak_bytes"] <= predicted[rank["rank"]]["peak_bytes"] <= 1.05 * rank["peak_bytes"]
