@@ -283,6 +283,5 @@ def time_layer(
     take turns."""
     with rehearsal.begin() as call:
         step = StepTimer(call, sample.context.device)
-        step()
         ops = time_ops(sample, budget_seconds, step, fixed)
         return ops, step.us
