@@ -163,6 +163,23 @@ class LayerPaths:
             rest.append(least)
         return rest[::-1]
 
+    def detours(self, byte_price: float, error_price: float) -> tuple[float, list[NDArray[np.float64]]]:
+        """The least reduced cost of a plan, and for each stage and edge by how much the cheapest plan through the edge
+        is above it; infinite where there is no plan."""
+        rest = self.bounds(byte_price, error_price)
+        cheapest = float(rest[0][0])
+        if not np.isfinite(cheapest):
+            return cheapest, [np.full(len(stage.target), np.inf) for stage in self.stages]
+        so_far = np.zeros(1)
+        above = []
+        for stage, behind in zip(self.stages, rest[1:], strict=True):
+            weight = stage.cost + byte_price * stage.nbytes + error_price * stage.error
+            arrived = so_far[np.repeat(np.arange(len(so_far)), np.diff(stage.first))] + weight
+            above.append(arrived + behind[stage.target] - cheapest)
+            so_far = np.full(len(behind), np.inf)
+            np.minimum.at(so_far, stage.target, arrived)
+        return cheapest, above
+
 
 def _holds(action: str) -> bool:
     return action not in (RECOMPUTE, DROP)

@@ -12,10 +12,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megatron_adacc.planner.grid import Grid
 from megatron_adacc.planner.problem import Problem
 from megatron_adacc.planner.program import Answer, IntegerProgram, Term
+from megatron_adacc.planner.reduced import Narrowing, PricedFlow
 from megatron_adacc.planner.solution import LayerAnswer, Solution, assemble
 
 # Units of cost and of error that a whole stage may come to: what HiGHS adds up without loss.
@@ -29,13 +31,14 @@ LAST_RESORT_SECONDS = 5.0
 @dataclass
 class Formulation:
     """An integer program, and what its variables come to: cost (units), bytes of (4), error (units); and
-    ``other_bytes``, which stand beside them in (4)."""
+    ``other_bytes``, which stand beside them in (4); and, if it is one of flows, these."""
 
     program: IntegerProgram
     other_bytes: int
     cost: list[Term] = field(default_factory=list)
     weight: list[Term] = field(default_factory=list)
     error: list[Term] = field(default_factory=list)
+    flows: list[PricedFlow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,20 @@ def solve(formulation: Formulation, problem: Problem, started: float, lightest: 
     program = formulation.program
     room = problem.limit_bytes - formulation.other_bytes
     errors = error_grid(problem)
+    rows = []
+    budget = 0
     if errors is not None and problem.error_budget is not None:
-        program.at_most(formulation.error, errors.floor(problem.error_budget))  # (5)
+        budget = errors.floor(problem.error_budget)
+        rows.append(program.at_most(formulation.error, budget))  # (5)
     memory = program.at_most(formulation.weight, room)  # (4)
-    answer = program.minimise(formulation.cost)
+    minimise: Callable[[int | None], Answer] = partial(program.minimise, formulation.cost)
+    if formulation.flows and formulation.cost:
+        byte_price, *error_price = program.prices(formulation.cost, [memory, *rows])
+        prices = byte_price, sum(error_price)
+        minimise = Narrowing(program, formulation.cost, formulation.flows, prices, room, budget).minimise
+    answer = minimise(None)
     if answer.status == "optimal":
-        answer = _lightest(formulation, answer) if lightest else answer
+        answer = _lightest(formulation, answer, minimise) if lightest else answer
         return Found(answer, None, time.monotonic() - started)
     if answer.status == "feasible":
         return Found(answer, None, time.monotonic() - started)
@@ -95,7 +106,7 @@ def solve(formulation: Formulation, problem: Problem, started: float, lightest: 
     return Found(answer, least_bytes, time.monotonic() - started)
 
 
-def _lightest(formulation: Formulation, best: Answer) -> Answer:
+def _lightest(formulation: Formulation, best: Answer, minimise: Callable[[int | None], Answer]) -> Answer:
     """Of the answers that cost as little as ``best`` the lightest: the cheapest that is lighter, as often as it costs
     the same. Minimising the bytes beside a bound on the cost comes to the same and is harder for the solver."""
     program = formulation.program
@@ -103,7 +114,7 @@ def _lightest(formulation: Formulation, best: Answer) -> Answer:
     for _ in range(_LIGHTER):
         weight = sum(a * best.values[x] for a, x in formulation.weight)
         lighter = program.at_most(formulation.weight, weight - divisor, in_limbs=True)
-        cheapest = program.minimise(formulation.cost, at_most=best.objective)
+        cheapest = minimise(best.objective)
         program.remove(lighter)
         if not cheapest.found:
             return best

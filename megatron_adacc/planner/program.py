@@ -30,7 +30,7 @@ from megatron_adacc.errors import UserError
 # Numbers in rows in units, and in rows in limbs, stay below these.
 LARGEST = 2**26
 LARGEST_LIMB = 2**22
-LIMB = 2**16
+LIMB = 2**17
 # An objective whose values stay below this is taken as HiGHS minimises it.
 LARGEST_OBJECTIVE = 2**34
 
@@ -74,6 +74,7 @@ class _Row:
     right: int
     equal: bool
     in_limbs: bool = False
+    unit: int = 1
     constraints: list[Any] = field(default_factory=list)
 
     def excess(self, values: tuple[int, ...]) -> int:
@@ -102,6 +103,25 @@ class IntegerProgram:
         self._variables.append(self._model.add_integer_variable(lb=0, ub=upper))
         self._upper.append(upper)
         return len(self._variables) - 1
+
+    def limit(self, variable: int, upper: int) -> None:
+        """Until it is said otherwise, the variable is at most ``upper``, which is not above what it was made with."""
+        self._variables[variable].upper_bound = upper
+
+    def prices(self, terms: Iterable[Term], rows: Iterable[_Row]) -> tuple[float, ...]:
+        """Of the linear relaxation of minimising ``terms``: by how much a unit more on the right side of each row
+        would make it less. Zeros where that has no solution, or a row is in limbs."""
+        module, rows = self._mathopt, tuple(rows)
+        for variable in self._variables:
+            variable.integer = False
+        self._model.minimize(self._sum(terms))
+        result = module.solve(self._model, module.SolverType.GLOP)
+        for variable in self._variables:
+            variable.integer = True
+        if not result.has_dual_feasible_solution() or any(row.in_limbs for row in rows):
+            return tuple(0.0 for _ in rows)
+        duals = result.dual_values()
+        return tuple(max(0.0, -duals[row.constraints[0]] / row.unit) for row in rows)
 
     def equal(self, terms: Iterable[Term], right: int) -> None:
         """sum of terms = right; for small coefficients."""
@@ -214,6 +234,7 @@ class IntegerProgram:
         right = max(right, -1)  # below that it cannot be met either, and says so in small numbers
         if not row.in_limbs:
             unit = max(1, right // LARGEST)
+            row.unit = unit * divisor
             self._constrain(row, [(min(a // unit, 2 * LARGEST), x) for a, x in terms if a >= unit], right // unit)
             return
         carry: list[Term] = []

@@ -14,9 +14,13 @@ of it.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import math
+import os
 import sys
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -45,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     problem = read_problem(args.problem)
     from megatron_adacc.planner.stage import solve_stage
 
-    solution = solve_stage(problem, time_limit_seconds=args.time_limit)
+    with _prints_to_stderr():
+        solution = solve_stage(problem, time_limit_seconds=args.time_limit)
     if not solution.layers:
         raise UserError(_no_plan(problem, solution))
     content = json.dumps(answer_data(solution), indent=1) + "\n"
@@ -59,6 +64,20 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"The answer cannot be written to {args.json}: {error.strerror}.") from error
     _print_table(problem, solution)
     return 0
+
+
+@contextlib.contextmanager
+def _prints_to_stderr() -> Iterator[None]:
+    """Inside, what the solver's C++ prints to standard output, now and then a line, goes to standard error."""
+    sys.stdout.flush()
+    shown = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C++ has not written yet
+        os.dup2(shown, 1)
+        os.close(shown)
 
 
 def answer_data(solution: Solution) -> dict[str, Any]:

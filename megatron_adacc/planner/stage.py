@@ -37,6 +37,7 @@ from megatron_adacc.planner.position import (
 )
 from megatron_adacc.planner.problem import Problem
 from megatron_adacc.planner.program import IntegerProgram
+from megatron_adacc.planner.reduced import PricedFlow
 from megatron_adacc.planner.solution import Extra, LayerAnswer, Solution, assemble, evaluate_layer, peak_by_class
 from megatron_adacc.planner.validate import LARGEST_BYTES, validate
 
@@ -212,6 +213,7 @@ def add_flow(formulation: Formulation, problem: Problem, class_index: int, paths
             formulation.weight.append((layer.in_flight * nbytes, x))
             formulation.cost.append((cost, x))
             formulation.error.append((error, x))
+    formulation.flows.append(PricedFlow(paths, tuple(edges), layer.count, layer.in_flight))
     return ClassFlow(class_index, paths, tuple(edges))
 
 

@@ -1,6 +1,7 @@
 """`adacc solve`: answers, tables, exit codes, and a sentence for each mistake in a file."""
 
 import copy
+import ctypes
 import json
 
 import pytest
@@ -53,6 +54,22 @@ def test_the_answer_as_json(problem_file, capsys):
         "held_bytes": 25,
         "actions": {"a": "keep", "b": "compress:int4", "c": "compress:int4", "t": "drop"},
     }
+
+
+def test_what_the_solver_prints_is_not_in_the_answer(problem_file, capfd, monkeypatch):
+    from megatron_adacc.planner import stage
+
+    honest = stage.solve_stage
+
+    def talks(problem, **options):
+        ctypes.CDLL(None).puts(b"a word from the solver")
+        return honest(problem, **options)
+
+    monkeypatch.setattr(stage, "solve_stage", talks)
+    assert cli.main(["solve", problem_file(), "--json", "-"]) == 0
+    output = capfd.readouterr()
+    assert json.loads(output.out)["cost_us"] == 8
+    assert "a word from the solver" in output.err
 
 
 def test_several_layers_have_a_list_of_actions(problem_file, capsys):
