@@ -6,13 +6,17 @@ a class made from it (MoE layers among them), builds it instead (patches/core_tr
 """
 
 import functools
+import os
 from argparse import Namespace
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_adacc.megatron.auto_setting import setting_of
+from megatron_adacc.megatron.plan_notes import check_notes
 from megatron_adacc.megatron.strategies import Strategy
+from megatron_adacc.planner import Plan
 from megatron_adacc.runtime.attach import Handle, attach
 
 
@@ -43,5 +47,15 @@ def attach_plan(strategy: Strategy, model: list[torch.nn.Module], args: Namespac
     ]
     if not found:
         return None
+    layers = [module for _, module in found]
+    if os.path.isfile(strategy.plan):
+        return attach(layers, plan_of_file(strategy.plan, args))
     setting = setting_of(args, [i for i, _ in found]) if strategy.plan == "auto" else None
-    return attach([module for _, module in found], strategy.plan, setting=setting)
+    return attach(layers, strategy.plan, setting=setting)
+
+
+def plan_of_file(path: str, args: Namespace) -> Plan:
+    """This rank's part of a plan file. Raises UserError where it was made for another job."""
+    plan = Plan.load(path)
+    check_notes(plan, path, args)
+    return plan.of_stage(parallel_state.get_pipeline_model_parallel_rank())
