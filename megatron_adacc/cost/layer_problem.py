@@ -187,5 +187,6 @@ def layer_problem(
 
 
 def _choice(one: Offer, prices: Prices, buffer: Buffer) -> CodecChoice:
+    """Errors of different buffers are independent: their squares add, and the planner adds."""
     price = prices.codec(one.codec, buffer.base.size, torch_dtype(buffer.base.dtype))
-    return CodecChoice(one.label, one.packed_bytes, price.encode_us + price.decode_us, one.error, price.decode_us)
+    return CodecChoice(one.label, one.packed_bytes, price.encode_us + price.decode_us, one.error**2, price.decode_us)

@@ -19,7 +19,7 @@ from megatron_adacc.errors import UserError
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.planner import LayerPlan, Plan
 from megatron_adacc.planner.problem import LayerClass, Problem
-from megatron_adacc.planner.solution import Solution
+from megatron_adacc.planner.solution import LayerAnswer, Solution, evaluate_layer
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class ClassFacts:
     forward_us: float
     step_us: float
     gradient_bytes: int = 0
+    with_lossy: LayerProblem | None = None
+
+    @property
+    def lossy(self) -> ClassFacts:
+        """The same with lossy actions on offer, where their errors are known."""
+        return replace(self, problem=self.with_lossy) if self.with_lossy is not None else self
 
     @property
     def layer_class(self) -> LayerClass:
@@ -46,7 +52,11 @@ class ClassFacts:
             self.layer_class, name=f"{self.problem.graph.module} ({where})", count=len(places), chunk=chunk,
             in_flight=in_flight,
         )  # fmt: skip
-        return replace(self, problem=replace(self.problem, layer_class=layer_class), places=places)
+        lossy = self.with_lossy
+        if lossy is not None:
+            buffers, ops = lossy.layer_class.buffers, lossy.layer_class.ops
+            lossy = replace(lossy, layer_class=replace(layer_class, buffers=buffers, ops=ops))
+        return replace(self, problem=replace(self.problem, layer_class=layer_class), places=places, with_lossy=lossy)
 
     @functools.cached_property
     def kept(self) -> LayerMemory:
@@ -105,6 +115,13 @@ class StagePlan:
         return self.predictions[-1]
 
     @property
+    def error(self) -> float:
+        """Root mean square over the layers of the relative gradient errors that were measured for its lossy actions,
+        one buffer at a time."""
+        layers = len(self.solution.layers)
+        return math.sqrt(self.solution.error / layers) if layers else 0.0
+
+    @property
     def verdict(self) -> str:
         """How sure the solver is."""
         if self.solution.status == "optimal":
@@ -123,19 +140,9 @@ def _shared(facts: Sequence[ClassFacts]) -> int:
     return max((f.kept.shared for f in facts), default=0)
 
 
-def plan_stage(
-    facts: Sequence[ClassFacts], limit: Limit, room: Room, *, error_budget: float | None = 0.0, name: str = "auto",
-    time_limit_seconds: float = 10.0,
-) -> StagePlan:  # fmt: skip
-    """The fastest plan within the limit.
-
-    A limit in bytes is one for everything on the device; a share is one for what is held of a micro-batch's
-    activations, as a part of what the plain run holds.
-
-    Raises NothingFits, a UserError that names the least limit that has a plan, where nothing fits."""
-    from megatron_adacc.planner.stage import solve_stage  # OR-Tools is needed here and nowhere before
-
-    facts = tuple(facts)
+def question(facts: Sequence[ClassFacts], limit: Limit, room: Room, error_budget: float | None) -> Problem:
+    """What the planner is asked; see :func:`plan_stage`. Raises NothingFits where the limit is too little for what is
+    alive without any activation."""
     whole = limit.total_bytes is not None
     shared = _shared(facts)
     flights = max((f.layer_class.in_flight for f in facts), default=1)
@@ -150,7 +157,6 @@ def plan_stage(
         # Rounded down: not a byte more than the share.
         limit_bytes, fixed = math.floor(limit.share * plain_bytes(facts)), shared
         classes = tuple(replace(f.layer_class, in_flight=1) for f in facts)
-    transient = room.transient_bytes if whole else 0
     if whole and limit_bytes < room.floor_bytes:
         raise NothingFits(
             f"No plan fits into {limit}: parameters, gradients and optimizer state alone need "
@@ -158,7 +164,27 @@ def plan_stage(
             "distributed optimizer.",
             room.floor_bytes,
         )
-    problem = Problem(classes, limit_bytes, fixed, error_budget, transient)
+    layers = sum(len(f.places) for f in facts)
+    squares = None if error_budget is None else layers * error_budget**2
+    return Problem(classes, limit_bytes, fixed, squares, room.transient_bytes if whole else 0)
+
+
+def plan_stage(
+    facts: Sequence[ClassFacts], limit: Limit, room: Room, *, error_budget: float | None = 0.0, name: str = "auto",
+    time_limit_seconds: float = 10.0,
+) -> StagePlan:  # fmt: skip
+    """The fastest plan within the limit.
+
+    A limit in bytes is one for everything on the device; a share is one for what is held of a micro-batch's
+    activations, as a part of what the plain run holds. ``error_budget``: the root mean square over the layers of
+    their relative gradient errors (cost/errors.py) that lossy actions may cost; 0 allows none, None any.
+
+    Raises NothingFits, a UserError that names the least limit that has a plan, where nothing fits."""
+    from megatron_adacc.planner.stage import solve_stage  # OR-Tools is needed here and nowhere before
+
+    facts = tuple(facts)
+    problem = question(facts, limit, room, error_budget)
+    limit_bytes, whole = problem.limit_bytes, limit.total_bytes is not None
 
     def extra(index: int, actions: Mapping[str, str]) -> int:
         return facts[index].simulator.memory(facts[index].problem.fates(actions)).extra
@@ -193,6 +219,31 @@ def _too_little(solution: Solution, limit: Limit, facts: Sequence[ClassFacts]) -
         f"No plan fits into {limit}: the least limit that works is {percent:.2f}% ({least:,} bytes); give at least "
         "that, or allow lossy actions."
     )
+
+
+def given_stage(facts: Sequence[ClassFacts], plan: Plan, limit: Limit, room: Room) -> StagePlan:
+    """What a plan that was made elsewhere, as on another rank, comes to with these facts.
+
+    Raises UserError where it has no entry for a layer."""
+    facts = tuple(fact.lossy for fact in facts)
+    answers = []
+    for index, fact in enumerate(facts):
+        graph = fact.problem.graph
+        sites = [graph.buffers[b].site for b in graph.saved]
+        for place in fact.places:
+            layer_plan = plan.find(fingerprint(graph), sites, place)
+            if layer_plan is None:
+                raise UserError(f"Plan {plan.name} has no entry for layer {place}: make it again for this model.")
+            actions = fact.problem.actions_of(layer_plan)
+            extra = fact.simulator.memory(fact.problem.fates(actions)).extra
+            answers.append(LayerAnswer(index, actions, evaluate_layer(fact.layer_class, actions), extra))
+    added_us = math.fsum(answer.outcome.cost_us for answer in answers)
+    error = math.fsum(answer.outcome.error for answer in answers)
+    solution = Solution("given", tuple(answers), added_us, error=error)
+    predicted = _predicted(facts, solution, room, plan.name)
+    predictions = (none_predicted(facts, room), full_predicted(facts, room), predicted)
+    problem = question(facts, limit, room, None)
+    return StagePlan(plan, predictions, solution, facts, limit, problem.limit_bytes, problem)
 
 
 def _plan(facts: Sequence[ClassFacts], solution: Solution, name: str) -> Plan:

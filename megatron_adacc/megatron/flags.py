@@ -26,8 +26,8 @@ class AdaccFlags:
     activations that the layers hold without a plan. Default: the device's memory less 5 %%."""
 
     adacc_error_budget: float = field(default=0.0, metadata={"argparse_meta": {"metavar": "ERROR"}})
-    """For --adacc-plan auto: the sum of relative gradient errors that lossy actions may cost where no lossless plan
-    fits. Default: 0, nothing lossy."""
+    """For --adacc-plan auto: the relative gradient error that lossy actions may cost, as the root mean square over the
+    layers, such as 0.02. Default: 0, nothing lossy."""
 
     adacc_device: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "choices": list(DEVICES)}})
     """Where to train: cpu or cuda. Default: cuda where a GPU answers, else cpu."""

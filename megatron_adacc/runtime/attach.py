@@ -52,8 +52,8 @@ def attach(
         limit: for "auto". Bytes such as "30GiB": of everything on a GPU (on a CPU: of these layers' activations,
             working memory and gradients). A share such as "25%": of the activations that the layers hold without a
             plan. Default: the device's memory less 5 %.
-        error_budget: for "auto", the sum of relative gradient errors that lossy actions may cost where no lossless
-            plan fits; 0 allows none.
+        error_budget: for "auto", the relative gradient error that lossy actions may cost, as the root mean square over
+            the layers; 0 allows none.
         setting: for "auto", more about the run than the limit; the limit and the error budget are then in it.
         min_bytes: smaller buffers are kept by the plans that are made here.
         traces_per_class: how many call keys (shapes and the like) are remembered for each layer class.

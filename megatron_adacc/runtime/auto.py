@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,12 +22,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_adacc.cost.cache import PriceCache
-from megatron_adacc.cost.layer_problem import bitmask_offers, layer_problem
+from megatron_adacc.cost.errors import gradient_errors, lossy_choices
+from megatron_adacc.cost.layer_problem import Offer, bitmask_offers, layer_problem
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.measured import MeasuredPrices, Shared
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.simulate import Simulator
-from megatron_adacc.cost.stage_plan import ClassFacts, Room, StagePlan, plan_stage
+from megatron_adacc.cost.stage_plan import ClassFacts, Room, StagePlan, given_stage, plan_stage
 from megatron_adacc.cost.timeline import OtherSavesError, Timeline, record
 from megatron_adacc.cost.timing import Sample
 from megatron_adacc.errors import UserError
@@ -38,6 +40,8 @@ from megatron_adacc.planner import Keep, LayerPlan, Plan, Recompute
 from megatron_adacc.runtime.policy import RecomputeAll
 
 logger = logging.getLogger(__name__)
+
+ERROR_SECONDS = 5.0  # for measuring what lossy actions cost, a layer class
 
 # A class that has not settled after the others began this many forwards is not waited for.
 PATIENCE = 3
@@ -51,6 +55,7 @@ class Setting:
     the device; what the activations share it with. ``chunk_of``: by place of a layer, the virtual pipeline stage
     that it lies in, 0 where it is not named; ``in_flight``: by virtual stage, micro-batches held at the peak.
     ``groups``: process groups, each rank of which trains the same layers and gets the plan of the group's first.
+    ``error_budget``: as in :func:`plan_stage`.
     ``preserve``: a context that puts back what a forward of the layers changes beside torch's default generators.
     ``main_gradients``: parameter gradients are added to memory that is in the room already, as Megatron's are."""
 
@@ -119,14 +124,30 @@ class Auto:
             timeline = self._rehearsed(sample, rehearsal, gradients > 0)
             prices = self._prices(sample.context.device)
             prices.measure(sample, rehearsal, shared)
-        offers = bitmask_offers(sample.graph, sample.evidence, self.setting.min_bytes)
-        problem = layer_problem(
-            sample.graph, sample.evidence, prices, offers,
-            min_bytes=self.setting.min_bytes, count=len(places),
-        )  # fmt: skip
+            lossless = bitmask_offers(sample.graph, sample.evidence, self.setting.min_bytes)
+            lossy = self._lossy_offers(sample, rehearsal, shared)
+        problem, with_lossy = (
+            layer_problem(
+                sample.graph, sample.evidence, prices, offers, min_bytes=self.setting.min_bytes, count=len(places)
+            )
+            for offers in (lossless, (*lossless, *lossy))
+        )
         step_us = prices.step_us(sample.graph)
         simulator = Simulator(sample.graph, timeline, sample.context)
-        return ClassFacts(problem, simulator, places, step_us / 3, step_us, gradients)
+        return ClassFacts(problem, simulator, places, step_us / 3, step_us, gradients, with_lossy)
+
+    def _lossy_offers(self, sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> tuple[Offer, ...]:
+        """Codecs whose errors were measured on this call's activations; none where no error is allowed."""
+        if not self.setting.error_budget:
+            return ()
+        choices = lossy_choices(sample.graph, sample.evidence, self.setting.min_bytes)
+        # Ranks that exchange tensors in the backward must run it equally often, and those with one plan offer the same.
+        alone = shared is None and not self.setting.groups
+        seconds = ERROR_SECONDS if alone else math.inf
+        errors = gradient_errors(sample.graph, rehearsal, choices, seconds=seconds)
+        return tuple(
+            replace(one, error=errors[one.buffer, one.label]) for one in choices if (one.buffer, one.label) in errors
+        )
 
     def _prices(self, device: torch.device) -> MeasuredPrices:
         if self._measured is None:
@@ -144,19 +165,29 @@ class Auto:
             ) from error
 
     def _solve(self) -> None:
-        """Rank 0 of the groups solves, all get its plan or its error."""
+        """The first rank of the groups solves; all get its plan, or its error."""
         device = next(iter(self._facts.values())).simulator.device
         facts = [part for c in sorted(self._facts) for part in self._by_chunk(self._facts[c])]
         facts.sort(key=lambda fact: fact.places[0])
-        answer: StagePlan | UserError
-        try:
-            answer = self._solved(facts, device)
-        except UserError as error:
-            answer = error
-        plan = self._agreed(answer)
-        if isinstance(answer, UserError):
-            raise answer
-        self.stage = replace(answer, plan=plan)
+        limit, room = self.setting.limit or device_limit(device), self.setting.room(device)
+        own: StagePlan | None = None
+        message: tuple[str | None, str | None] = (None, None)  # the plan, or why there is none
+        if all(group.rank() == 0 for group in self.setting.groups):
+            try:
+                own = self._solved(facts, limit, room)
+                message = (own.plan.to_json(), None)
+            except UserError as error:
+                message = (None, str(error))
+        for group in self.setting.groups:
+            if group.size() > 1:
+                box = [message]
+                dist.broadcast_object_list(box, group=group, group_src=0)
+                message = box[0]
+        text, refusal = message
+        if refusal is not None:
+            raise UserError(refusal)
+        assert text is not None
+        self.stage = own or given_stage(facts, Plan.from_json(text), limit, room)
         self.generation += 1
 
     def _by_chunk(self, fact: ClassFacts) -> list[ClassFacts]:
@@ -167,26 +198,11 @@ class Auto:
             places.setdefault(chunk_of[place] if place < len(chunk_of) else 0, []).append(place)
         return [fact.part(tuple(found), chunk, in_flight[chunk]) for chunk, found in places.items()]
 
-    def _solved(self, facts: Sequence[ClassFacts], device: torch.device) -> StagePlan:
-        limit = self.setting.limit or device_limit(device)
-        room = self.setting.room(device)
+    def _solved(self, facts: Sequence[ClassFacts], limit: Limit, room: Room) -> StagePlan:
+        """The fastest plan; lossy actions are on offer where an error is allowed."""
+        if self.setting.error_budget:
+            facts = [fact.lossy for fact in facts]
         return plan_stage(facts, limit, room, error_budget=self.setting.error_budget)
-
-    def _agreed(self, answer: StagePlan | UserError) -> Plan:
-        """The plan of the first rank of each group in turn. Raises its UserError on every rank."""
-        message: tuple[str | None, str | None] = (
-            (None, str(answer)) if isinstance(answer, UserError) else (answer.plan.to_json(), None)
-        )
-        for group in self.setting.groups:
-            if group.size() > 1:
-                box = [message]
-                dist.broadcast_object_list(box, group=group, group_src=0)
-                message = box[0]
-        text, refusal = message
-        if refusal is not None:
-            raise UserError(refusal)
-        assert text is not None
-        return Plan.from_json(text)
 
 
 def _fitting(plan: LayerPlan, graph: LayerGraph, evidence: Evidence, sites: Mapping[str, int]) -> LayerPlan | None:

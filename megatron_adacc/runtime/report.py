@@ -59,6 +59,8 @@ def stage_report(stage: StagePlan) -> str:
         format_table(rows),
         "",
     ]
+    if stage.error:
+        lines.insert(-1, f"lossy: root mean square of the layers' relative gradient errors {stage.error:.3f}")
     kinds: dict[tuple[int, tuple[tuple[str, str], ...]], int] = {}
     for answer in stage.solution.layers:
         kind = (answer.class_index, tuple(sorted(answer.actions.items())))
