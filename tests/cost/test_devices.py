@@ -6,7 +6,7 @@ from megatron_adacc.cost.devices import DeviceSpec, device, device_names
 from megatron_adacc.errors import UserError
 
 
-def test_the_names_are_those_of_the_issue():
+def test_the_names_in_the_table():
     assert device_names() == ("v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb", "rtx3090-24gb")
 
 
