@@ -32,6 +32,9 @@ from megatron_adacc.planner.problem import BufferItem, LayerClass, OpItem
 from megatron_adacc.planner.solution import COMPRESS, DROP, KEEP, RECOMPUTE
 from megatron_adacc.planner.validate import in_order
 
+# Nodes after one op. Real layers have some dozens.
+MOST_NODES = 2000
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -65,9 +68,13 @@ class Points:
         return Points(self.nbytes[index], self.cost[index], self.error[index], actions)
 
 
+class TooWide(Exception):
+    """A layer's graph of plans has more nodes than can be handled."""
+
+
 class LayerPaths:
     """The graph of a layer's plans. ``error_grid``: None to leave errors out of account. ``lossless``: codecs with an
-    error are left out."""
+    error are left out. Raises TooWide."""
 
     def __init__(self, layer: LayerClass, cost_grid: Grid, error_grid: Grid | None, lossless: bool = False) -> None:
         self.layer = layer
@@ -84,7 +91,8 @@ class LayerPaths:
         nodes = {0: 0}
         for op, sites in steps:
             nodes = self._add_stage(nodes, op, [self._index[s] for s in sites])
-        self.possible = bool(nodes)
+            if len(nodes) > MOST_NODES:
+                raise TooWide(f"{len(nodes)} sets of buffers may be asked for at once")
 
     def lossless(self) -> LayerPaths:
         """The same without the codecs that have an error."""

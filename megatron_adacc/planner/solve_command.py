@@ -14,13 +14,9 @@ of it.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import json
 import math
-import os
 import sys
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -28,6 +24,7 @@ from megatron_adacc.atomic import write_text
 from megatron_adacc.errors import UserError
 from megatron_adacc.planner.problem import Problem
 from megatron_adacc.planner.problem_file import read_problem
+from megatron_adacc.planner.quiet import solver_prints_to_stderr
 from megatron_adacc.planner.solution import Solution
 
 
@@ -49,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     problem = read_problem(args.problem)
     from megatron_adacc.planner.stage import solve_stage
 
-    with _prints_to_stderr():
+    with solver_prints_to_stderr():
         solution = solve_stage(problem, time_limit_seconds=args.time_limit)
     if not solution.layers:
         raise UserError(_no_plan(problem, solution))
@@ -64,20 +61,6 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"The answer cannot be written to {args.json}: {error.strerror}.") from error
     _print_table(problem, solution)
     return 0
-
-
-@contextlib.contextmanager
-def _prints_to_stderr() -> Iterator[None]:
-    """Inside, what the solver's C++ prints to standard output, now and then a line, goes to standard error."""
-    sys.stdout.flush()
-    shown = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)  # what C++ has not written yet
-        os.dup2(shown, 1)
-        os.close(shown)
 
 
 def answer_data(solution: Solution) -> dict[str, Any]:

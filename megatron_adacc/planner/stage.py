@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_adacc.planner import lexicographic
-from megatron_adacc.planner.frontier import LayerPaths
+from megatron_adacc.planner.frontier import LayerPaths, TooWide
 from megatron_adacc.planner.lexicographic import Formulation
 from megatron_adacc.planner.position import (
     Design,
@@ -39,6 +39,7 @@ from megatron_adacc.planner.problem import Problem
 from megatron_adacc.planner.program import IntegerProgram
 from megatron_adacc.planner.reduced import PricedFlow
 from megatron_adacc.planner.solution import Extra, LayerAnswer, Solution, assemble, evaluate_layer, peak_by_class
+from megatron_adacc.planner.uniform import solve_uniform
 from megatron_adacc.planner.validate import LARGEST_BYTES, validate
 
 # So many designs are tried, the most hopeful first.
@@ -64,7 +65,10 @@ def solve_stage(problem: Problem, extra: Extra | None = None, time_limit_seconds
     Raises UserError for a problem that contradicts itself."""
     validate(problem)
     started = time.monotonic()
-    paths = [layer_paths(problem, i) for i in range(len(problem.classes))]
+    try:
+        paths = [layer_paths(problem, i) for i in range(len(problem.classes))]
+    except TooWide:
+        return solve_uniform(problem, extra, time_limit_seconds)
     if extra is None or not problem.classes:
         return solve_flow(problem, paths, started, time_limit_seconds)
     return solve_by_position(problem, paths, Remembered(problem, extra), started, time_limit_seconds)
