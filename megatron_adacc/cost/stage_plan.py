@@ -77,12 +77,15 @@ class Room:
     """What the activations share the device with. ``fixed_bytes``: parameters, gradients, optimizer state and all
     else that no plan changes; ``transient_bytes``: alive beside all held activations when the forward ends (the loss
     head's); ``other_us``: the step's time outside the layers, of one micro-batch; ``floor_bytes``: what the device
-    needs at some moment without any activation of the layers, as while the optimizer steps."""
+    needs at some moment without any activation of the layers, as while the optimizer steps; ``moments``: of the
+    pipeline's schedule, which chunk runs, and how many forwards of each chunk are alive then; empty where the layer
+    classes say enough."""
 
     fixed_bytes: int = 0
     transient_bytes: int = 0
     other_us: float = 0.0
     floor_bytes: int = 0
+    moments: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -308,23 +311,34 @@ def _checkpointed(fact: ClassFacts) -> LayerMemory:
 def _prediction(
     facts: Sequence[ClassFacts], room: Room, name: str, indices: list[int], memories: list[LayerMemory], added_us: float
 ) -> Prediction:
-    """The same account for every strategy: layer l runs while those after it in its chunk are gone (planner's (4))."""
+    """The same account for every strategy: layer l runs while those after it in its chunk are gone (planner's (4)).
+    The planner knows one count of micro-batches for each chunk; here all of the schedule's moments are looked at."""
     classes = [f.layer_class for f in facts]
     shared = _shared(facts)
-    flights = max((c.in_flight for c in classes), default=1)
+    rows = list(zip(_positions(facts, indices), indices, memories, strict=True))
+    rows.sort(key=lambda row: row[0], reverse=True)
     held = sum(m.held for m in memories)
-    everything = room.fixed_bytes + flights * shared
-    everything += sum(classes[i].in_flight * m.held for i, m in zip(indices, memories, strict=True))
-    peak = everything + room.transient_bytes
-    freed: dict[int, int] = {}
-    positions = _positions(facts, indices)
-    for _, i, memory in sorted(zip(positions, indices, memories, strict=True), key=lambda row: row[0], reverse=True):
-        chunk = classes[i].chunk
-        peak = max(peak, everything - freed.get(chunk, 0) + memory.extra)
-        everything += facts[i].gradient_bytes
-        freed[chunk] = freed.get(chunk, 0) + memory.held
+    peak = room.floor_bytes
+    for chunk, alive in room.moments or _moments(classes):
+        everything = room.fixed_bytes + max(alive, default=1) * shared
+        everything += sum(alive[classes[i].chunk] * memory.held for _, i, memory in rows)
+        if chunk == len(alive) - 1:
+            peak = max(peak, everything + room.transient_bytes)
+        for _, i, memory in rows:
+            if classes[i].chunk == chunk:
+                peak = max(peak, everything + memory.extra)
+                everything += facts[i].gradient_bytes - memory.held
     plain = sum(facts[i].step_us for i in indices) + room.other_us
-    return Prediction(name, held + shared, max(peak, room.floor_bytes), plain + added_us)
+    return Prediction(name, held + shared, peak, plain + added_us)
+
+
+def _moments(classes: Sequence[LayerClass]) -> list[tuple[int, tuple[int, ...]]]:
+    """Each chunk in turn runs while of all chunks as many micro-batches are alive as their classes say."""
+    chunks = max((c.chunk for c in classes), default=0) + 1
+    alive = [1] * chunks
+    for one in classes:
+        alive[one.chunk] = max(alive[one.chunk], one.in_flight)
+    return [(chunk, tuple(alive)) for chunk in range(chunks)]
 
 
 def _positions(facts: Sequence[ClassFacts], indices: list[int]) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_adacc.cost.in_flight import heaviest
+from megatron_adacc.cost.in_flight import heaviest, moments
 from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.stage_plan import Room
@@ -24,7 +24,7 @@ def setting_of(args: Namespace, chunk_of: list[int]) -> Setting:
     job = job_of_args(args)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     alive = heaviest(job.schedule, stage, [chunk_of.count(c) for c in range(job.schedule.chunks)])
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True) % job.training.data_parallel
     found = room_of(job, stage, rank)
 
     def room(device: torch.device) -> Room:
@@ -50,7 +50,12 @@ def room_of(job: Job, stage: int, rank: int | None = None) -> Room:
     needed = job.room(stage, rank)
     # The layers' own account has the attention mask, which is an input that they share.
     fixed_bytes = needed.fixed_bytes - job.outer.mask_bytes
-    return Room(fixed_bytes, needed.transient_bytes, floor_bytes=max(fixed_bytes + needed.end_bytes, needed.step_bytes))
+    return Room(
+        fixed_bytes,
+        needed.transient_bytes,
+        floor_bytes=max(fixed_bytes + needed.end_bytes, needed.step_bytes),
+        moments=tuple((moment.chunk, moment.alive) for moment in moments(job.schedule, stage)),
+    )
 
 
 @contextlib.contextmanager
