@@ -47,13 +47,19 @@ def _without_core(fact: ClassFacts) -> LayerMemory:
     ops = list(graph.ops)
     for op in core:
         ops[op.index] = replace(op, barrier=None)
+    buffers = list(graph.buffers)
+    # A global buffer of Megatron's that a product is written to, whatever is in it, serves again.
+    for index in {v.buffer for op in core for v in op.views()} - inside:
+        if buffers[index].origin == Origin.OPAQUE:
+            storage = max(b.storage for b in buffers) + 1
+            buffers[index] = replace(buffers[index], origin=Origin.CONSTANT, storage=storage, previous=None)
     # A checkpoint holds its inputs, also those that autograd would not have saved.
     given = {v.buffer: v for op in core for v in op.views() if v.buffer not in inside and v.buffer not in graph.saved}
     packs = [*graph.packs]
     for buffer, view in given.items():
         if graph.buffers[buffer].origin == Origin.OP:
             packs.append(Pack(len(packs), view))
-    changed = replace(graph, ops=tuple(ops), packs=tuple(packs))
+    changed = replace(graph, ops=tuple(ops), buffers=tuple(buffers), packs=tuple(packs))
     return fact.simulator.of_graph(changed).memory(Fates({}, dropped))
 
 

@@ -69,13 +69,15 @@ class Call:
 @dataclass(frozen=True)
 class Layers:
     """The layers of one class in one model chunk of the stage. ``places`` count the stage's layers from 0, in the
-    order in which they are attached; ``evidence`` is not verified, since nothing was computed."""
+    order in which they are attached; ``evidence`` is not verified, since nothing was computed; ``objects``: what the
+    graph's arguments stand for, process groups and the like."""
 
     chunk: int
     places: tuple[int, ...]
     graph: LayerGraph
     evidence: Evidence
     call: Call
+    objects: tuple[Any, ...] = ()
 
     @property
     def count(self) -> int:
@@ -234,7 +236,7 @@ def trace_stage(args: Namespace, pipeline_rank: int) -> Stage:
         key = number, fingerprint(traced.graph)
         # Layers that a number tells apart, and their graphs do not: the number is that of the layer.
         places = (*(found[key].places if key in found else ()), *places)
-        found[key] = Layers(number, places, traced.graph, unverified(traced.graph), call)
+        found[key] = Layers(number, places, traced.graph, unverified(traced.graph), call, traced.objects)
         _backward(call)  # for the global buffers that only a backward pass asks for
     parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}.values()
     workspace = parallel_state.get_global_memory_buffer().buffer.values()

@@ -12,26 +12,26 @@ neither the first nor the last are traced once.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_adacc.cost.analytic import AnalyticPrices
 from megatron_adacc.cost.devices import DeviceSpec
+from megatron_adacc.cost.errors import lossy_choices
 from megatron_adacc.cost.in_flight import heaviest
 from megatron_adacc.cost.job import Job
-from megatron_adacc.cost.layer_problem import Offer, bitmask_offers, held_anyway, layer_problem, offer
-from megatron_adacc.cost.outliers import lossy_action
+from megatron_adacc.cost.layer_problem import Offer, bitmask_offers, layer_problem
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.simulate import Simulator
 from megatron_adacc.cost.stage_plan import ClassFacts, Room
 from megatron_adacc.cost.step_time import optimizer_us
 from megatron_adacc.cost.timeline import record
-from megatron_adacc.cost.typical_errors import TYPICAL, typical_errors
-from megatron_adacc.graph.model import FLOAT_DTYPES, LayerGraph
+from megatron_adacc.cost.typical_errors import typical_errors
+from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.replay import Context
-from megatron_adacc.graph.verify import Evidence, is_dense
+from megatron_adacc.graph.verify import Evidence
 from megatron_adacc.megatron.auto_setting import room_of
 from megatron_adacc.megatron.offline import Layers, Settings, Stage, open_stage
 from megatron_adacc.megatron.offline_flags import parallel_sizes
@@ -72,9 +72,9 @@ class OfflineJob:
         return int((1 - RESERVE) * self.device.memory_bytes)
 
 
-def learn(flags: Sequence[str], device: DeviceSpec, world_size: int | None = None, lossy: bool = False) -> OfflineJob:
-    """Trace and price every stage of the job that `flags` describe. ``lossy``: offer lossy codecs too, at the errors of
-    cost/typical_errors.py.
+def learn(flags: Sequence[str], device: DeviceSpec, world_size: int | None = None) -> OfflineJob:
+    """Trace and price every stage of the job that `flags` describe. Lossy codecs are on offer in ``fact.lossy``, at the
+    errors of cost/typical_errors.py.
 
     Raises UserError for what Megatron refuses, and for kinds of models that cannot be traced or are not counted."""
     traced: dict[object, tuple[tuple[ClassFacts, ...], tuple[LayerPlan, ...], float]] = {}
@@ -93,7 +93,7 @@ def learn(flags: Sequence[str], device: DeviceSpec, world_size: int | None = Non
                     args, assumptions = opened.args, opened.assumptions
                     job = job_of_args(args, cuda=True)
                 key = _likeness(job, stage)
-                traced[key] = _of_stage(opened, AnalyticPrices(device, args.tensor_model_parallel_size), lossy)
+                traced[key] = _of_stage(opened, AnalyticPrices(device, args.tensor_model_parallel_size))
         assert job is not None
         facts, quantized, outside_us = traced[key]
         alive = heaviest(job.schedule, stage, [chunk.layers for chunk in job.stages[stage]])
@@ -110,43 +110,34 @@ def _likeness(job: Job, stage: int) -> object:
     return job.stages[stage]
 
 
-def _of_stage(
-    stage: Stage, prices: AnalyticPrices, lossy: bool
-) -> tuple[tuple[ClassFacts, ...], tuple[LayerPlan, ...], float]:
-    found = [(_facts(layers, prices, lossy), _quantized(layers)) for layers in stage.layers]
+def _of_stage(stage: Stage, prices: AnalyticPrices) -> tuple[tuple[ClassFacts, ...], tuple[LayerPlan, ...], float]:
+    found = [(_facts(layers, prices), _quantized(layers)) for layers in stage.layers]
     found.sort(key=lambda one: one[0].places[0])
     outside_us = sum(prices.step_us(outside.graph) for outside in stage.outside)
     return tuple(fact for fact, _ in found), tuple(plan for _, plan in found), outside_us
 
 
-def _facts(layers: Layers, prices: AnalyticPrices, lossy: bool) -> ClassFacts:
+def _facts(layers: Layers, prices: AnalyticPrices) -> ClassFacts:
     graph, evidence, call = layers.graph, layers.evidence, layers.call
     timeline = record(graph, Rehearsal(call.module, call.forward, call.args, call.kwargs))
-    offers = [*bitmask_offers(graph, evidence, MIN_BYTES), *(lossy_offers(graph, evidence) if lossy else ())]
-    problem = layer_problem(
-        graph, evidence, prices, offers, min_bytes=MIN_BYTES, count=layers.count, chunk=layers.chunk
+    lossless = list(bitmask_offers(graph, evidence, MIN_BYTES))
+    problem, with_lossy = (
+        layer_problem(graph, evidence, prices, offers, min_bytes=MIN_BYTES, count=layers.count, chunk=layers.chunk)
+        for offers in (lossless, [*lossless, *_lossy_offers(graph, evidence)])
     )
-    simulator = Simulator(graph, timeline, Context((), torch.device("cuda")))
-    return ClassFacts(problem, simulator, layers.places, prices.ops_us(graph, graph.ops), prices.step_us(graph))
+    simulator = Simulator(graph, timeline, Context(layers.objects, torch.device("cuda")))
+    return ClassFacts(
+        problem, simulator, layers.places, prices.ops_us(graph, graph.ops), prices.step_us(graph), 0, with_lossy
+    )
 
 
 def _quantized(layers: Layers) -> LayerPlan:
     return QuantizeAll(MIN_BYTES).layer_plan(layers.graph, layers.evidence, layers.places[0], True)
 
 
-def lossy_offers(graph: LayerGraph, evidence: Evidence) -> Iterable[Offer]:
-    """Every codec whose error is known for the role of a saved buffer; the errors are assumed."""
-    choices = []
-    for buffer in sorted(graph.saved):
-        found = graph.buffers[buffer]
-        usable = is_dense(found) and graph.last_state(buffer) and found.base.dtype in FLOAT_DTYPES - {"float64"}
-        if not usable or buffer in evidence.two_valued or held_anyway(graph, buffer, MIN_BYTES):
-            continue
-        role = graph.role(buffer)
-        choices += [
-            offer(graph, buffer, lossy_action(graph, evidence, buffer, codec))
-            for known, codec in TYPICAL
-            if known == role
-        ]
+def _lossy_offers(graph: LayerGraph, evidence: Evidence) -> list[Offer]:
+    """The codecs whose errors are known for the role of a saved buffer; the errors are assumed."""
+    choices = lossy_choices(graph, evidence, MIN_BYTES)
     errors = typical_errors(graph, choices)
-    return [replace(one, error=errors[one.buffer, one.label]) for one in choices]
+    known = [one for one in choices if (one.buffer, one.label) in errors]
+    return [replace(one, error=errors[one.buffer, one.label]) for one in known]

@@ -48,15 +48,14 @@ def run(args: Namespace) -> int:
     check_folders(own.output, None if own.json == "-" else own.json)
     from megatron_adacc.megatron.offline_facts import learn
 
-    job = learn(request.flags, request.device, request.world_size, lossy=request.error_budget > 0)
+    job = learn(request.flags, request.device, request.world_size)
     limit = request.limit or Limit(total_bytes=job.limit_bytes)
     limit_bytes = job.limit_bytes if limit.total_bytes is None else limit.total_bytes
     chosen = planning.auto(job, limit)
     outcomes = [*planning.references(job, limit_bytes), chosen]
     if request.error_budget > 0:
-        lossy = planning.auto(job, limit, request.error_budget, "auto lossy")
-        outcomes.append(lossy)
-        chosen = chosen if chosen.refusal is None else lossy
+        chosen = planning.auto(job, limit, request.error_budget, "auto lossy")
+        outcomes.append(chosen)
     content = _data(job, limit, limit_bytes, outcomes, chosen)
     text = json.dumps(content, indent=1) + "\n"
     if own.json == "-":
@@ -122,7 +121,7 @@ def _data(
             for o in outcomes
         }
         plan = chosen.plans[index]
-        solver = {"seconds": plan.solution.solver_seconds, "verdict": plan.verdict, "error": plan.solution.error}
+        solver = {"seconds": plan.solution.solver_seconds, "verdict": plan.verdict, "error": plan.error}
         stages.append(
             {
                 "stage": stage.stage,

@@ -70,7 +70,7 @@ def show(job: OfflineJob, limit: Limit, limit_bytes: int, outcomes: Sequence[Out
     _actions(out, chosen.plans[fullest], f"{chosen.name}: what becomes of the saved tensors of each layer{where}")
     for stage, plan in enumerate(chosen.plans):
         place = "" if len(job.stages) == 1 else f"stage {stage}: "
-        lossy = f", gradient errors that add up to {plan.solution.error:.3g} (assumed)" if plan.solution.error else ""
+        lossy = f", relative gradient error {plan.error:.3g} (assumed)" if plan.error else ""
         out.print(f"{place}{plan.verdict}, solved in {plan.solution.solver_seconds:.2f} s{lossy}.")
     for sentence in job.assumptions:
         out.print(sentence)
@@ -115,7 +115,9 @@ def _stages(out: Console, outcomes: Sequence[Outcome], limit_bytes: int) -> None
     from rich.table import Table
 
     table = Table(
-        title="Held / peak / ms of a micro-batch, by pipeline stage", box=box.SIMPLE_HEAD, title_justify="left"
+        title="By pipeline stage: held GiB / peak GiB / ms of a micro-batch (!: does not fit)",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
     )
     table.add_column("stage")
     for one in outcomes:
@@ -124,10 +126,9 @@ def _stages(out: Console, outcomes: Sequence[Outcome], limit_bytes: int) -> None
         cells = []
         for one in outcomes:
             found = one.stages[stage]
-            mark = "" if found.peak_bytes <= limit_bytes else " (!)"
-            cells.append(
-                f"{found.held_bytes / 2**30:.2f} / {found.peak_bytes / 2**30:.2f} GiB{mark} / {found.step_us / 1e3:.1f}"
-            )
+            mark = "" if found.peak_bytes <= limit_bytes else " !"
+            held, peak = found.held_bytes / 2**30, found.peak_bytes / 2**30
+            cells.append(f"{held:.2f} / {peak:.2f}{mark} / {found.step_us / 1e3:.1f}")
         table.add_row(str(stage), *cells)
     out.print(table)
 
@@ -143,7 +144,7 @@ def _actions(out: Console, plan: StagePlan, title: str) -> None:
         parts = [alike] if all({s["site"] for s in g["sites"]} == sites for g in alike) else [[g] for g in alike]
         for part in parts:
             table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-            table.add_column("site", overflow="fold")
+            table.add_column("site", no_wrap=True)
             table.add_column("bytes", justify="right")
             for group in part:
                 places = tuple(p for first, last in group["layers"] for p in range(first, last + 1))
@@ -166,4 +167,5 @@ def _cell(site: dict[str, Any]) -> str:
         return "recompute"
     if site["action"] == "keep":
         return "keep"
-    return f"{site['action'].removeprefix('compress:')} {written_bytes(site['held_bytes'])}"
+    codec = site["action"].removeprefix("compress:").partition("[")[0]
+    return f"{codec} {written_bytes(site['held_bytes'])}"

@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser, limited: bool = True) -> None:
     parser.add_argument(
         "--error-budget",
         metavar="ERROR",
-        help="show a plan with lossy codecs too, whose assumed relative gradient errors add up to at most this",
+        help="plan with lossy codecs too, at most this relative gradient error (assumed, root mean square over layers)",
     )
     if limited:
         parser.add_argument("--micro-batch", metavar="N", help="the same as --micro-batch-size N")
@@ -168,10 +168,11 @@ def outcome(job: OfflineJob, name: str, stages: Sequence[Prediction], limit_byte
 
 def auto(job: OfflineJob, limit: Limit, error_budget: float = 0.0, name: str = "auto") -> Outcome:
     """Our plan on every stage. Where nothing fits, the plan of the least memory, with the refusal."""
-    plans, refusal = [], None
+    plans: list[StagePlan] = []
+    refusal: str | None = None
     for stage in job.stages:
-        found, refused = _solved(stage, limit, error_budget, name)
-        plans.append(found)
+        solved, refused = _solved(stage, limit, error_budget, name)
+        plans.append(solved)
         if refused is not None and refusal is None:
             refusal = refused if len(job.stages) == 1 else f"Pipeline stage {stage.stage}: {refused}"
     limit_bytes = limit.total_bytes if limit.total_bytes is not None else job.limit_bytes
@@ -183,15 +184,16 @@ def auto(job: OfflineJob, limit: Limit, error_budget: float = 0.0, name: str = "
 def _solved(stage: StageFacts, limit: Limit, error_budget: float, name: str) -> tuple[StagePlan, str | None]:
     """The plan of a stage; where nothing fits, the one of least memory and the sentence that says so."""
     refusal: str | None = None
+    facts = [fact.lossy if error_budget else fact for fact in stage.facts]
     for _ in range(_RAISED):
         try:
-            return plan_stage(stage.facts, limit, stage.room, error_budget=error_budget, name=name), refusal
+            return plan_stage(facts, limit, stage.room, error_budget=error_budget, name=name), refusal
         except NothingFits as error:
             refusal = refusal or str(error)
             if error.least_bytes is None:
                 raise
             if limit.share is not None:
-                limit = Limit(share=Fraction(error.least_bytes, plain_bytes(stage.facts)))
+                limit = Limit(share=Fraction(error.least_bytes, plain_bytes(facts)))
             else:
                 limit = Limit(total_bytes=error.least_bytes)
     raise UserError(refusal or "")
