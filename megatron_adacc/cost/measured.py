@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_adacc.codecs import Codec
 from megatron_adacc.cost.cache import PriceCache
-from megatron_adacc.cost.prices import CodecPrice
+from megatron_adacc.cost.prices import CodecPrice, StepPrice
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.timing import OPS_SECONDS, Sample, replayed_groups, time_codec, time_layer, time_ops
 from megatron_adacc.graph.groups import GroupName, named_group
@@ -36,7 +36,7 @@ class MeasuredPrices:
         self._cache = cache
         self._budget_seconds = budget_seconds
         self._ops: dict[str, dict[int, float]] = {}
-        self._steps: dict[str, float] = {}
+        self._steps: dict[str, StepPrice] = {}
         self._codecs: dict[str, CodecPrice] = {}
         self._fingerprints: dict[int, tuple[LayerGraph, str]] = {}
 
@@ -50,25 +50,24 @@ class MeasuredPrices:
         keys = op_keys(graph, sample)
         step_key = f"step {name}"
         ops = self._known(keys.values())
-        step = self._known([step_key]) if rehearsal is not None else {}
-        complete = ops is not None and step is not None
+        step = self._cache.get(step_key, 2) if self._cache is not None else None
+        complete = ops is not None and (step is not None or rehearsal is None)
         if shared is not None:
             everything = graph.saved
             complete = len(shared(everything if complete else ())) == len(everything)
         if complete:
             assert ops is not None
-            assert step is not None
             self._ops[name] = {op: ops[key] for op, key in keys.items()}
-            self._steps |= {name: step[step_key]} if step else {}
+            self._steps |= {name: StepPrice(*step)} if step is not None else {}
             return
         fixed = shared is not None
         if rehearsal is None:
             found = time_ops(sample, self._budget_seconds, fixed=fixed)
             prices = {}
         else:
-            found, step_us = time_layer(sample, rehearsal, self._budget_seconds, fixed)
-            self._steps[name] = step_us
-            prices = {step_key: [step_us]}
+            found, price = time_layer(sample, rehearsal, self._budget_seconds, fixed)
+            self._steps[name] = price
+            prices = {step_key: [price.step_us, price.forward_us]}
         self._ops[name] = found
         prices |= {keys[op]: [us] for op, us in found.items()}
         if self._cache is not None:
@@ -86,7 +85,11 @@ class MeasuredPrices:
 
     def step_us(self, graph: LayerGraph) -> float:
         """See ``Prices``. Raises KeyError for a graph whose step was not measured."""
-        return self._steps[self._name(graph)]
+        return self._steps[self._name(graph)].step_us
+
+    def forward_us(self, graph: LayerGraph) -> float:
+        """Microseconds of the forward alone. Raises KeyError as ``step_us``."""
+        return self._steps[self._name(graph)].forward_us
 
     def codec(self, codec: Codec, size: Sequence[int], dtype: torch.dtype) -> CodecPrice:
         """See ``Prices``. The first time for a codec, number of elements and dtype compiles and measures."""

@@ -25,6 +25,14 @@ class CodecPrice:
     decode_us: float
 
 
+@dataclass(frozen=True)
+class StepPrice:
+    """Microseconds of a plain forward and backward of a layer, and of the forward alone."""
+
+    step_us: float
+    forward_us: float
+
+
 class Prices(Protocol):
     """Where the planner's times come from."""
 

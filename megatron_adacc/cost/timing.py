@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from megatron_adacc.codecs import Codec, State
 from megatron_adacc.codecs.bitmask import Bitmask, BitmaskState
-from megatron_adacc.cost.prices import CodecPrice
+from megatron_adacc.cost.prices import CodecPrice, StepPrice
 from megatron_adacc.cost.rehearsal import Call, Rehearsal
 from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.recipes import Group, group_recipes
@@ -252,36 +252,42 @@ def _made_up(codec: Codec, size: tuple[int, ...], dtype: torch.dtype, device: to
 
 
 class StepTimer:
-    """Runs a plain forward and backward of the layer when called, and notes how long each took."""
+    """Runs a plain forward and backward of the layer when called, and notes how long they took."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
         self._call = call
         self._device = device
         self._us: list[float] = []
+        self._forward_us: list[float] = []
         call.drop_parameter_gradients()
 
     def __call__(self) -> None:
         clock = clock_for(self._device)
         clock.mark()
         # Not the tensor itself: an output that its own node holds would never be freed.
-        self._call.forward(lambda tensor: tensor.detach(), lambda tensor: tensor).backward()
+        loss = self._call.forward(lambda tensor: tensor.detach(), lambda tensor: tensor)
+        clock.mark()
+        loss.backward()
+        del loss
         for tensor in self._call.inputs:
             tensor.grad = None
         clock.mark()
-        self._us += clock.intervals_us()
+        forward_us, backward_us = clock.intervals_us()
+        self._forward_us.append(forward_us)
+        self._us.append(forward_us + backward_us)
 
     @property
-    def us(self) -> float:
-        """The median so far, microseconds."""
-        return statistics.median(self._us)
+    def price(self) -> StepPrice:
+        """The medians so far."""
+        return StepPrice(statistics.median(self._us), statistics.median(self._forward_us))
 
 
 def time_layer(
     sample: Sample, rehearsal: Rehearsal, budget_seconds: float = OPS_SECONDS, fixed: bool = False
-) -> tuple[dict[int, float], float]:
+) -> tuple[dict[int, float], StepPrice]:
     """Microseconds of the ops as :func:`time_ops` gives them, and of a plain forward and backward of the layer, which
     take turns."""
     with rehearsal.begin() as call:
         step = StepTimer(call, sample.context.device)
         ops = time_ops(sample, budget_seconds, step, fixed)
-        return ops, step.us
+        return ops, step.price

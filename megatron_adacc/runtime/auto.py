@@ -132,9 +132,9 @@ class Auto:
             )
             for offers in (lossless, (*lossless, *lossy))
         )
-        step_us = prices.step_us(sample.graph)
         simulator = Simulator(sample.graph, timeline, sample.context)
-        return ClassFacts(problem, simulator, places, step_us / 3, step_us, gradients, with_lossy)
+        step_us, forward_us = prices.step_us(sample.graph), prices.forward_us(sample.graph)
+        return ClassFacts(problem, simulator, places, forward_us, step_us, gradients, with_lossy)
 
     def _lossy_offers(self, sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> tuple[Offer, ...]:
         """Codecs whose errors were measured on this call's activations; none where no error is allowed."""

@@ -19,7 +19,7 @@ from megatron_adacc.cost import measured as measured_module
 from megatron_adacc.cost import timing
 from megatron_adacc.cost.cache import PriceCache
 from megatron_adacc.cost.measured import MeasuredPrices, codec_key, op_keys
-from megatron_adacc.cost.prices import CodecPrice
+from megatron_adacc.cost.prices import CodecPrice, StepPrice
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.sampling import sample_of
 from megatron_adacc.cost.timing import CpuClock, replayed_groups, rounds_us, time_codec, time_layer, time_ops
@@ -203,9 +203,9 @@ def test_steps_and_replays_take_turns(scripted):
     replay = [1.0] * len(group.steps)
     x = torch.randn(8, 16, requires_grad=True)
     # A replay to warm up, then three of each.
-    made = scripted([replay, [5.0], replay, [7.0], replay, [6.5], replay])
-    ops, step_us = time_layer(sample, Rehearsal(sample.module, forward, (x,), {}), 0.0)
-    assert step_us == 6.5
+    made = scripted([replay, [2.0, 3.0], replay, [1.0, 6.0], replay, [3.0, 3.5], replay])
+    ops, price = time_layer(sample, Rehearsal(sample.module, forward, (x,), {}), 0.0)
+    assert price == StepPrice(step_us=6.5, forward_us=2.0)
     assert set(ops.values()) == {1.0}
     assert runs == ["forward", "backward"] * 3
     assert len(made) == 7
