@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
+from megatron_adacc.errors import UserError
 from megatron_adacc.graph.groups import GroupName, named_group
 from megatron_adacc.graph.schema import FUNCTIONAL_COLLECTIVES
 from megatron_adacc.graph.tracer import Traced
@@ -39,3 +40,32 @@ def agreement(traced: Traced) -> Callable[[Collection[int]], Collection[int]] | 
         return frozenset(b for b, ok in zip(saved, flags.tolist(), strict=True) if ok)
 
     return shared
+
+
+def check_equal(lines: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> None:
+    """All ranks of each group say the same ``lines``, or UserError on all of them, naming a rank that differs from
+    the group's first and the first difference. All ranks call this at the same point."""
+    differences: list[str] = []
+    for group in groups:
+        if group.size() == 1:
+            continue
+        found: list[list[str]] = [[]] * group.size()
+        dist.all_gather_object(found, list(lines), group=group)
+        for rank, other in enumerate(found):
+            pairs = itertools.zip_longest(found[0], other, fillvalue="nothing")
+            different = next(((a, b) for a, b in pairs if a != b), None)
+            if different is not None:
+                ranks = dist.get_process_group_ranks(group)
+                differences.append(
+                    f"Rank {ranks[rank]} has other layers than rank {ranks[0]}, which must train by the same plan: "
+                    f"{different[1]} where rank {ranks[0]} has {different[0]}."
+                )
+                break
+    # A group whose own ranks agree must hear of another's difference, or it would wait for ranks that have stopped.
+    for group in groups:
+        if group.size() > 1:
+            everyone: list[list[str]] = [[]] * group.size()
+            dist.all_gather_object(everyone, differences, group=group)
+            differences = [text for several in everyone for text in several]
+    if differences:
+        raise UserError(differences[0])

@@ -37,6 +37,7 @@ from megatron_adacc.graph.recipes import group_recipes
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.graph.verify import Evidence
 from megatron_adacc.planner import Keep, LayerPlan, Plan, Recompute
+from megatron_adacc.runtime.agree import check_equal
 from megatron_adacc.runtime.policy import RecomputeAll
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,7 @@ class Auto:
         device = next(iter(self._facts.values())).simulator.device
         facts = [part for c in sorted(self._facts) for part in self._by_chunk(self._facts[c])]
         facts.sort(key=lambda fact: fact.places[0])
+        check_equal([line for fact in facts for line in described(fact)], self.setting.groups)
         limit, room = self.setting.limit or device_limit(device), self.setting.room(device)
         own: StagePlan | None = None
         message: tuple[str | None, str | None] = (None, None)  # the plan, or why there is none
@@ -219,6 +221,16 @@ def _fitting(plan: LayerPlan, graph: LayerGraph, evidence: Evidence, sites: Mapp
     except ValueError:
         return None
     return LayerPlan(fingerprint(graph), actions, plan.layer)
+
+
+def described(fact: ClassFacts) -> list[str]:
+    """What a plan depends on and all ranks that follow it must have in common, one line a buffer."""
+    places = ", ".join(map(str, fact.places))
+    return [f"layers {places} of {fact.problem.graph.module}"] + [
+        f"{b.site} of {b.bytes} bytes" + (", held under any plan" if b.must_hold else "")
+        for b in fact.layer_class.buffers
+        if b.saved
+    ]
 
 
 def gradient_bytes(module: nn.Module) -> int:
