@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_adacc.codecs.base import Packed, State
 from megatron_adacc.codecs.blocks import unpack
 from megatron_adacc.codecs.counter_random import uniform
-from megatron_adacc.codecs.execute import LEAST_BLOCKS, EncodeOutputs, decode_run, encode_run
+from megatron_adacc.codecs.execute import LEAST_BLOCKS, EncodeOutputs, decode_run, empty_run, encode_run
 from megatron_adacc.codecs.group import GroupedCodec
 from megatron_adacc.codecs.layout import Layout
 from megatron_adacc.codecs.options import Implementation, Rounding
@@ -83,7 +83,7 @@ class Affine(GroupedCodec):
         assert isinstance(packed, AffinePacked)
         layout = packed.layout
         cut = self.cut(layout.numel)
-        run = torch.empty(layout.numel, dtype=layout.dtype, device=packed.codes.device)
+        run = empty_run(layout.numel, layout.dtype, packed.codes.device)
         implementation = self.implementation.resolve(run.device)
         if implementation.is_kernel:
             kernel = load_kernel("affine", interpret=implementation is Implementation.INTERPRET)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_adacc.codecs.base import FLOATS, Codec, Packed, State
 from megatron_adacc.codecs.blocks import Blocks, pack, unpack
-from megatron_adacc.codecs.execute import LEAST_BLOCKS, EncodeOutputs, decode_run, encode_run
+from megatron_adacc.codecs.execute import LEAST_BLOCKS, EncodeOutputs, decode_run, empty_run, encode_run
 from megatron_adacc.codecs.layout import Layout
 from megatron_adacc.codecs.options import Implementation
 from megatron_adacc.errors import UserError
@@ -128,7 +128,7 @@ class Bitmask(Codec):
         cut = Blocks(layout.numel, BLOCK, BITS_PER_BYTE)
         integer, _ = _INTEGERS[layout.dtype]
         is_bool = layout.dtype is torch.bool
-        run = torch.empty(layout.numel, dtype=integer, device=packed.bits.device)
+        run = empty_run(layout.numel, integer, packed.bits.device)
         values = packed.values.view(integer)
         implementation = self.implementation.resolve(run.device)
         if implementation.is_kernel:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_adacc.codecs.base import Packed, State
-from megatron_adacc.codecs.execute import LEAST_BLOCKS, call
+from megatron_adacc.codecs.execute import LEAST_BLOCKS, call, empty_run
 from megatron_adacc.codecs.group import GroupPacked, SymmetricCodec
 from megatron_adacc.codecs.layout import Layout
 from megatron_adacc.codecs.options import Implementation
@@ -94,7 +94,7 @@ class Channel(SymmetricCodec):
         assert isinstance(packed, GroupPacked)
         layout, codes, scales = packed.layout, packed.codes, packed.scales
         channels = layout.channels
-        run = torch.empty(layout.numel, dtype=layout.dtype, device=codes.device)
+        run = empty_run(layout.numel, layout.dtype, codes.device)
         rows = run.numel() // channels if run.numel() else 0
         cut = self.cut(rows)
         x = run.view(rows, channels)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_adacc.codecs.blocks import Blocks
 from megatron_adacc.codecs.options import Implementation
+from megatron_adacc.huge_pages import advise
 
 # torch.compile makes a separate version for sizes 0 and 1; such runs are left to the plain functions.
 LEAST_BLOCKS = 2
@@ -83,6 +84,14 @@ def encode_run(
             *(cut.tail_of(other, repeat=repeat) for other in outputs.also),
             *(outputs.shared if outputs.tail_shared is None else outputs.tail_shared),
         )
+
+
+def empty_run(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory [numel] for what is decoded; on the CPU in huge pages where it is large."""
+    run = torch.empty(numel, dtype=dtype, device=device)
+    if device.type == "cpu" and type(run) is Tensor:  # a fake tensor has no address
+        advise(run.data_ptr(), run.nbytes)
+    return run
 
 
 def decode_run(

@@ -18,7 +18,7 @@ from megatron_adacc.codecs import symmetric
 from megatron_adacc.codecs.base import Codec, Packed, State
 from megatron_adacc.codecs.blocks import Blocks
 from megatron_adacc.codecs.counter_random import draw_tensor
-from megatron_adacc.codecs.execute import LEAST_BLOCKS, BlockFunction, EncodeOutputs, decode_run, encode_run
+from megatron_adacc.codecs.execute import LEAST_BLOCKS, BlockFunction, EncodeOutputs, decode_run, empty_run, encode_run
 from megatron_adacc.codecs.layout import Layout
 from megatron_adacc.codecs.options import Implementation, Rounding, Scale
 from megatron_adacc.codecs.symmetric import Symmetric
@@ -133,7 +133,7 @@ class Group(SymmetricCodec):
         assert isinstance(packed, GroupPacked)
         layout = packed.layout
         cut = self.cut(layout.numel)
-        run = torch.empty(layout.numel, dtype=layout.dtype, device=packed.codes.device)
+        run = empty_run(layout.numel, layout.dtype, packed.codes.device)
         implementation = self.implementation.resolve(run.device)
         if implementation.is_kernel:
             kernel = load_kernel("group", interpret=implementation is Implementation.INTERPRET)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_adacc.codecs.base import Packed, State
 from megatron_adacc.codecs.blocks import Blocks
-from megatron_adacc.codecs.execute import LEAST_BLOCKS, EncodeOutputs, call, compiled, decode_run, encode_run
+from megatron_adacc.codecs.execute import LEAST_BLOCKS, EncodeOutputs, call, compiled, decode_run, empty_run, encode_run
 from megatron_adacc.codecs.group import GroupPacked, SymmetricCodec
 from megatron_adacc.codecs.layout import Layout
 from megatron_adacc.codecs.options import Implementation
@@ -172,7 +172,7 @@ class Outlier(SymmetricCodec):
         assert isinstance(packed, OutlierPacked)
         layout, outliers = packed.layout, packed.state
         cut = self.cut(layout.numel)
-        run = torch.empty(layout.numel, dtype=layout.dtype, device=packed.codes.device)
+        run = empty_run(layout.numel, layout.dtype, packed.codes.device)
         implementation = self.implementation.resolve(run.device)
         if implementation.is_kernel:
             kernel = load_kernel("outlier", interpret=implementation is Implementation.INTERPRET)

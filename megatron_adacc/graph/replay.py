@@ -22,6 +22,10 @@ from megatron_adacc.graph.model import Buffer, LayerGraph, Op, Tagged, View
 from megatron_adacc.graph.recipes import Group, Step
 from megatron_adacc.graph.storages import flatten_tensors
 from megatron_adacc.graph.tracer import CALL_PREFIX, COMPILED, EMPTY_NAMES, wait_for
+from megatron_adacc.huge_pages import LEAST_BYTES, advise
+
+# Ops that compute the same bits when their result is given to them.
+INTO_MEMORY = frozenset({"aten.bmm.default", "aten.mm.default", "aten.addmm.default", "aten._softmax.default"})
 
 POISON = 0xA5  # fills what `empty` returns while a recipe is verified: luck must not pass for proof
 
@@ -92,6 +96,14 @@ def literal_tensor(buffer: Buffer) -> Tensor:
     return torch.tensor(buffer.value, dtype=dtype, device=buffer.note).reshape(buffer.base.size)
 
 
+def _huge(view: View) -> Tensor:
+    """New memory on the CPU for a tensor as ``view`` says, in huge pages where the system has them."""
+    tensor = torch.empty_strided(view.size, view.stride, dtype=torch_dtype(view.dtype))
+    if type(tensor) is Tensor:  # a fake tensor has no address
+        advise(tensor.data_ptr(), tensor.untyped_storage().nbytes())
+    return tensor
+
+
 def _poison(tensor: Tensor) -> None:
     nbytes = tensor.untyped_storage().nbytes()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -130,12 +142,15 @@ class _Step:
         self.collective = op.collective
         self.empty = False
         self.out: Loader | None = None
+        self.fresh: View | None = None
         self.module_path: str | None = None
         if op.target.startswith(CALL_PREFIX):
             self.module_path = op.target.removeprefix(CALL_PREFIX)
         else:
             self.function: Any = _compiled if op.target == COMPILED else schema.find_op(op.target)
             self._reuse_dead_operand(op)
+            if self.out is None:
+                self._take_huge_pages(op)
             self.empty = op.target != COMPILED and op.target.split(".")[1] in EMPTY_NAMES
 
     def _reuse_dead_operand(self, op: Op) -> None:
@@ -159,6 +174,19 @@ class _Step:
                 return
             self.function = variant
         self.out = Loader.of(operand, self._graph.buffers[operand.buffer])
+
+    def _take_huge_pages(self, op: Op) -> None:
+        """On a CPU, let an op write a large result to memory that is taken here, in huge pages."""
+        if len(op.outputs) != 1 or op.outputs[0] is None or op.mutates or self._context.device.type != "cpu":
+            return
+        result = self._graph.buffers[op.outputs[0]]
+        if result.nbytes < LEAST_BYTES or result.base.offset:
+            return
+        if op.target not in INTO_MEMORY and torch.Tag.pointwise not in self.function.tags:
+            return
+        variant = schema.out_variant(self.function)
+        if variant is not None:
+            self.function, self.fresh = variant, result.base
 
     def _may_become(self, op: Op, view: View, result: Buffer) -> bool:
         """Whether the result may lie where the operand does."""
@@ -198,6 +226,8 @@ class _Step:
         kwargs = {name: self._load(v, env) for name, v in self.kwargs.items()}
         if self.out is not None:
             kwargs["out"] = self.out.of_tensor(env[self.out.buffer])
+        elif self.fresh is not None:
+            kwargs["out"] = _huge(self.fresh)
         if self.module_path is not None:
             with self._context.autocast():
                 result = module.get_submodule(self.module_path).forward(*args, **kwargs)
