@@ -23,11 +23,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "say what parameters, gradients and optimizer state need on each rank",
     ),
     "plan": ("megatron_adacc.megatron.plan_command", "plan for a GPU that is not there, beside what others do"),
+    "max-batch": ("megatron_adacc.megatron.max_batch_command", "the largest micro-batch that fits, by strategy"),
     "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
 }
 
 # Commands whose arguments are somebody else's flags: all that follows the name is handed on unread.
-HANDS_ON = {"memory", "plan", "run", "trace"}
+HANDS_ON = {"max-batch", "memory", "plan", "run", "trace"}
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

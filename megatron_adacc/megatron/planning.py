@@ -181,6 +181,23 @@ def auto(job: OfflineJob, limit: Limit, error_budget: float = 0.0, name: str = "
     return Outcome(name, found.stages, found.step_us, found.samples_per_second, fits, tuple(plans), refusal)
 
 
+def least_bytes(job: OfflineJob, error_budget: float = 0.0) -> int:
+    """The least limit with which every stage has a plan."""
+    return max(_least_of(stage, error_budget) for stage in job.stages)
+
+
+def _least_of(stage: StageFacts, error_budget: float) -> int:
+    floor = max(1, stage.room.floor_bytes)
+    facts = [fact.lossy if error_budget else fact for fact in stage.facts]
+    try:
+        plan_stage(facts, Limit(total_bytes=floor), stage.room, error_budget=error_budget)
+        return floor
+    except NothingFits as error:
+        if error.least_bytes is None:
+            raise
+        return error.least_bytes
+
+
 def _solved(stage: StageFacts, limit: Limit, error_budget: float, name: str) -> tuple[StagePlan, str | None]:
     """The plan of a stage; where nothing fits, the one of least memory and the sentence that says so."""
     refusal: str | None = None

@@ -59,7 +59,7 @@ def args_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: boo
         if name not in given:
             tokens += [name, value]
     if "--max-position-embeddings" not in given:
-        tokens += ["--max-position-embeddings", _value(tokens, "--seq-length")]
+        tokens += ["--max-position-embeddings", value_of(tokens, "--seq-length")]
     absent = bool(cuda) and not _on_cuda()
     if not absent:
         launch.prepare(program, tokens)
@@ -96,14 +96,14 @@ def ranks_of_one_replica(flags: Sequence[str]) -> int:
     """Ranks that one copy of the model is split over: tensor- times pipeline- times context-parallel."""
     sizes = []
     for name in ("tensor-model", "pipeline-model", "context"):
-        text = _value(flags, f"--{name}-parallel-size") or "1"
+        text = value_of(flags, f"--{name}-parallel-size") or "1"
         if not text.isdigit() or int(text) == 0:
             raise UserError(f"--{name}-parallel-size is {text!r}, but it must be a whole number of at least 1.")
         sizes.append(int(text))
     return math.prod(sizes)
 
 
-def _value(tokens: Sequence[str], flag: str) -> str:
+def value_of(tokens: Sequence[str], flag: str) -> str:
     """The last value that `tokens` give to `flag`."""
     value = ""
     for index, token in enumerate(tokens):
