@@ -121,8 +121,9 @@ def compiled(budget: float) -> Call:
 
 
 def eager_peers(stack: nn.ModuleList, options: argparse.Namespace) -> list[Variant]:
+    # The stack has the weights; only the forward is another.
     core = nn.ModuleList(
-        CoreCheckpointed(options.hidden, options.heads, options.sequence, stack[0].dropout) for _ in stack
+        CoreCheckpointed(options.hidden, options.heads, options.sequence, options.dropout) for _ in stack
     )
     core.load_state_dict(stack.state_dict())
     return [

@@ -1,0 +1,85 @@
+"""benchmarks/peers.py runs, at a tiny size, and its figures are those of what it names."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+TINY = [
+    "--hidden",
+    "32",
+    "--heads",
+    "2",
+    "--sequence",
+    "32",
+    "--batch",
+    "2",
+    "--rounds",
+    "1",
+    "--part",
+    "eager",
+    "--percents",
+    "25",
+    "50",
+]
+
+
+@pytest.fixture(scope="module")
+def report() -> str:
+    """What the script writes for a tiny stack."""
+    import contextlib
+    import io
+
+    import torch
+
+    threads = torch.get_num_threads()
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        patch.setenv("ADACC_CACHE_DIR", "off")
+        import peers
+
+        with contextlib.redirect_stdout(out):
+            peers.main(TINY)
+        for name in ("peers", "peers_report", "engine"):
+            sys.modules.pop(name, None)
+    torch.set_num_threads(threads)
+    return out.getvalue()
+
+
+def rows(report: str, header: str) -> dict[str, list[str]]:
+    """The rows of the table whose first column has this header, by each of their names."""
+    lines = report[report.index(f"| {header} |") :].splitlines()[2:]
+    found = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        found |= dict.fromkeys(names.split(", "), cells)
+    return found
+
+
+def test_every_lossless_variant_has_the_gradients_of_the_plain_run(report: str) -> None:
+    table = rows(report, "variant")
+    assert {"plain", "checkpoint", "matmuls", "linears", "core", "auto 25%", "paper 50%"} <= set(table)
+    assert {name: cells[-1] for name, cells in table.items()} == dict.fromkeys(table, "0")
+
+
+def test_held_bytes_are_ordered_and_as_predicted(report: str) -> None:
+    share = {name: float(cells[5]) for name, cells in rows(report, "variant").items()}
+    assert share["plain"] == 100
+    assert share["checkpoint"] < share["linears"] < share["matmuls"] < 100
+    assert share["auto 25%"] <= 25 < share["auto 50%"] <= 50
+    assert share["auto = matmuls held"] <= share["matmuls"]
+    predicted = rows(report, "plan")
+    assert len(predicted) >= 4
+    for name, cells in predicted.items():
+        assert cells[0] == cells[1], name
+
+
+def test_each_peer_gets_a_verdict(report: str) -> None:
+    for name in ("matmuls", "linears", "core"):
+        assert re.search(rf"^- {name}: auto at its held bytes takes \d\.\d+ \(", report, re.MULTILINE)
+    assert "- At 25 %: auto takes" in report
