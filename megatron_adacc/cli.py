@@ -22,13 +22,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "megatron_adacc.megatron.memory_command",
         "say what parameters, gradients and optimizer state need on each rank",
     ),
+    "explain": ("megatron_adacc.megatron.explain_command", "say why each tensor of a plan file got its action"),
+    "frontier": ("megatron_adacc.megatron.frontier_command", "what a memory limit costs in time, as table and picture"),
     "plan": ("megatron_adacc.megatron.plan_command", "plan for a GPU that is not there, beside what others do"),
     "max-batch": ("megatron_adacc.megatron.max_batch_command", "the largest micro-batch that fits, by strategy"),
     "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
 }
 
 # Commands whose arguments are somebody else's flags: all that follows the name is handed on unread.
-HANDS_ON = {"max-batch", "memory", "plan", "run", "trace"}
+HANDS_ON = {"frontier", "max-batch", "memory", "plan", "run", "trace"}
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

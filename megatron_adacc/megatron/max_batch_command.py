@@ -20,7 +20,7 @@ from typing import Any
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import planning
-from megatron_adacc.megatron.plan_command import check_folders, write
+from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_table import console
 
 PROGRAM = "adacc max-batch"
@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--limit {own.limit} is a share of what a micro-batch holds: give bytes, such as 30GiB.")
     if own.error_budget is None:
         request = replace(request, error_budget=ERROR_BUDGET)
-    check_folders(None if own.json == "-" else own.json)
+    check_folders(own.json)
     sequences = [planning.whole("--sequence", text) for text in own.sequence or ()]
     found = [_at(request, sequence) for sequence in sequences or _default_sequences(request)]
     content = {"format": FORMAT, "predicted": True, "device": request.device.name, "sequences": found}
@@ -207,7 +207,8 @@ def _show(request: planning.Request, found: Sequence[dict[str, Any]]) -> None:
     out = console()
     for part in found:
         title = f"Predicted on {request.device.full_name}, sequence {part['sequence']}, limit {part['limit']}"
-        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+        out.print(title)
+        table = Table(box=box.SIMPLE_HEAD)
         table.add_column("strategy", no_wrap=True)
         for name in ("largest micro-batch", "of none", "peak", "samples/s"):
             table.add_column(name, justify="right")

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
-from megatron_adacc.atomic import write_text
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import planning
+from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_notes import notes_of
 from megatron_adacc.megatron.plan_table import actions_data, show
 from megatron_adacc.planner import LayerPlan, Plan
@@ -45,7 +44,7 @@ def run(args: Namespace) -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM, allow_abbrev=False, exit_on_error=False)
     configure(parser)
     own, request = planning.read(parser, args.arguments)
-    check_folders(own.output, None if own.json == "-" else own.json)
+    check_folders(own.output, own.json)
     from megatron_adacc.megatron.offline_facts import learn
 
     job = learn(request.flags, request.device, request.world_size)
@@ -85,21 +84,6 @@ def plan_of(job: planning.OfflineJob, chosen: planning.Outcome) -> Plan:
         for reason in explain(solved.problem, solved.solution, time_limit_seconds=10.0):
             reasons.append(replace(reason, stage=number, layers=tuple(sorted(places[i] for i in reason.layers))))
     return Plan(tuple(layers), chosen.name, notes_of(job.args, job.device.name), tuple(reasons))
-
-
-def check_folders(*paths: str | None) -> None:
-    """Raises UserError for a file whose folder does not exist, before anything is computed."""
-    for path in paths:
-        if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            raise UserError(f"{path} cannot be written: its folder does not exist.")
-
-
-def write(path: str, text: str) -> None:
-    """Write a file whole, or raise UserError."""
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def _data(

@@ -86,7 +86,8 @@ def _strategies(out: Console, job: OfflineJob, limit: Limit, limit_bytes: int, o
     work = f"micro-batch {args.micro_batch_size}, {schedule.micro_batches} of them a step"
     ranks = f", {args.world_size} ranks" if args.world_size > 1 else ""
     title = f"Predicted on {job.device.full_name}: {work}{ranks}; limit {limit}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    out.print(title)
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("strategy", no_wrap=True)
     suffix = "" if len(job.stages) == 1 else " (fullest stage)"
     for name in (f"held{suffix}", f"peak{suffix}", "of the device", "step ms", "of none", "samples/s"):
@@ -143,7 +144,8 @@ def _actions(out: Console, plan: StagePlan, title: str) -> None:
         sites = {site["site"] for group in alike for site in group["sites"]}
         parts = [alike] if all({s["site"] for s in g["sites"]} == sites for g in alike) else [[g] for g in alike]
         for part in parts:
-            table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+            out.print(title)
+            table = Table(box=box.SIMPLE_HEAD)
             table.add_column("site", no_wrap=True)
             table.add_column("bytes", justify="right")
             for group in part:
