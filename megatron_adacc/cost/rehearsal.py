@@ -1,14 +1,18 @@
 """Run one layer forward and backward beside the training, to see what its backward needs.
 
 The layer runs on stand-ins: parameters that share the data of its own but have gradients, hooks and Megatron's
-``main_grad`` of their own, copies of its module buffers, and copies of its inputs. So no gradient of the
-training, no hook of its parameters and no running statistic is touched; torch's default generators are put
-back. What else a forward changes (Megatron's tracker of random states) is the caller's to put back.
+``main_grad`` of their own, copies of its module buffers, and copies of its inputs (cost/arguments.py). So no gradient
+of the training, no hook of its parameters and no running statistic is touched. Put back are torch's, Python's and
+NumPy's default generators, torch generators among the layer's attributes and arguments, and plain attributes of the
+modules. What else a forward changes (Megatron's tracker of random states) is the caller's to put back. Hooks of
+modules run as in any forward and backward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_adacc.cost.arguments import ArgumentCopies, snapshot
 from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage
 
 
@@ -25,7 +30,7 @@ class _Seed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
         ctx.layouts = [(o.size(), o.stride(), o.dtype, o.device) for o in outputs]
-        return outputs[0].new_zeros(())
+        return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -81,53 +86,83 @@ def stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
             table[name] = original
 
 
-def copied(value: Any) -> Any:
-    """The arguments of a call with float tensors copied, those that require grad as leaves."""
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            return value
-        made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-        made = made.copy_(value.detach()) if not _overlaps(value) else value.detach().clone()
-        return made.requires_grad_(value.requires_grad)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(copied(v) for v in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(copied(v) for v in value)
-    if type(value) is dict:
-        return {k: copied(v) for k, v in value.items()}
-    return value
+@contextlib.contextmanager
+def _other_generators_put_back(holders: list[Any]) -> Iterator[None]:
+    """Generators that are not torch's default ones: Python's, NumPy's, and those that a layer has or is given."""
+    own = [(g, g.get_state()) for g in _generators(holders)]
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for generator, before in own:
+            generator.set_state(before)
 
 
-def _overlaps(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+def _generators(value: Any) -> Iterator[torch.Generator]:
+    if isinstance(value, torch.Generator):
+        yield value
+    elif isinstance(value, nn.Module):
+        for submodule in value.modules():
+            for attribute in submodule.__dict__.values():
+                if isinstance(attribute, (torch.Generator, list, tuple)):
+                    yield from _generators(attribute)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _generators(one)
+    elif isinstance(value, dict):
+        yield from _generators(list(value.values()))
+
+
+@contextlib.contextmanager
+def _attributes_put_back(module: nn.Module) -> Iterator[None]:
+    """What a forward leaves on its modules, such as a count of calls or the last output, is then as before."""
+    before = [(submodule.__dict__, dict(submodule.__dict__)) for submodule in module.modules()]
+    try:
+        yield
+    finally:
+        for table, attributes in before:
+            for name in table.keys() - attributes.keys():
+                del table[name]
+            for name, value in attributes.items():
+                if name not in table or table[name] is not value:
+                    table[name] = value
 
 
 class Rehearsal:
     """A layer call that can be run again, forward and backward, without a trace in the training.
 
-    ``forward`` is the layer's own forward, not that of an attached layer."""
+    ``forward`` is the layer's own forward, not that of an attached layer. To be made before the call that it repeats
+    where that changes its arguments: lists and objects are remembered as they are now, tensors by reference."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._module = module
         self._forward = forward
-        self.args = args
-        self.kwargs = kwargs
+        self.args, self.kwargs = snapshot((args, kwargs))
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[Call]:
         """Inside, the call can be run on stand-ins and copies of its inputs, which are there already."""
         tensors = [t for value in (*self.args, *self.kwargs.values()) for _, t in flatten_tensors(value, "")]
-        devices = {t.device for t in tensors if t.device.type == "cuda"}
-        if any(type(t).__name__ == "FakeTensor" for t in tensors):
-            devices = set()
+        tensors += [*self._module.parameters(), *self._module.buffers()]
+        fake = any(type(t).__name__ == "FakeTensor" for t in tensors)
+        devices = set() if fake else {t.device.index or 0 for t in tensors if t.device.type == "cuda"}
+        copies = ArgumentCopies()
         with (
-            torch.random.fork_rng([d.index or 0 for d in devices]),
+            torch.random.fork_rng(sorted(devices)),
+            _other_generators_put_back([self._module, self.args, self.kwargs]),
+            _attributes_put_back(self._module),
             torch.enable_grad(),
             stand_ins(self._module) as parameters,
         ):
-            yield Call(self._forward, copied(self.args), copied(self.kwargs), list(parameters.values()))
+            args, kwargs = copies.of((self.args, self.kwargs))
+            yield Call(self._forward, args, kwargs, list(parameters.values()))
 
 
 class Call:
@@ -150,11 +185,13 @@ class Call:
 
     def forward(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Tensor:
         """Run the layer under the hooks; gives a scalar whose backward() runs the layer's with random gradients of
-        its outputs. Raises ValueError where no output has a gradient."""
+        its outputs, and nothing where no output has one."""
+        args, kwargs = snapshot((self._args, self._kwargs))  # each run appends to lists and caches of its own
         with saved_tensors_hooks(pack, unpack):
-            outputs = [t for _, t in flatten_tensors(self._forward(*self._args, **self._kwargs), "") if t.requires_grad]
+            outputs = [t for _, t in flatten_tensors(self._forward(*args, **kwargs), "") if t.requires_grad]
+        del args, kwargs
         if not outputs:
-            raise ValueError("no output of the layer requires a gradient")
+            return torch.zeros((), requires_grad=True)
         loss = _Seed.apply(*outputs)
         assert isinstance(loss, Tensor)
         return loss

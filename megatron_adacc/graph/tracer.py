@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_adacc.graph import schema
 from megatron_adacc.graph.compiled import observed_calls, written_inputs
 from megatron_adacc.graph.external import External
-from megatron_adacc.graph.model import Argument, LayerGraph, Op, Origin, View, views_in
+from megatron_adacc.graph.fused_dropout import OpCall, Result, find_formula
+from megatron_adacc.graph.model import Argument, Buffer, LayerGraph, Op, Origin, View, views_in
 from megatron_adacc.graph.recorder import Recorder
 from megatron_adacc.graph.roles import op_leaf, with_roles
-from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage, named_tensors
+from megatron_adacc.graph.storages import dtype_name, flatten_tensors, has_plain_storage, named_tensors
 from megatron_adacc.graph.submodules import ModulePaths
 
 EMPTY_NAMES = frozenset(name.split("::")[1] for name in schema.EMPTY_OPS)
@@ -211,7 +212,52 @@ class Tracer(Recorder, TorchDispatchMode):
             self._inside_compiled = False
         barrier = DRAWS if self._compiled_draws else self._host_barrier()
         self._add_op(COMPILED, site, args, (), barrier, written, result)
+        if barrier == DRAWS and not written:
+            self._split_compiled(inputs, [t for _, t in flatten_tensors(result, "")])
         return result
+
+    def _split_compiled(self, inputs: list[Any], results: list[Tensor]) -> None:
+        """Where the compiled region just recorded is bias, dropout and add: its mask is random, and the other
+        result follows from inputs and mask. Replay proves the ops found here again, on another call."""
+        op = self._ops[-1]
+        if len(results) != 2 or None in op.outputs or op.index != len(self._ops) - 1 or op.target != COMPILED:
+            return
+        mask, out = sorted(results, key=lambda t: t.dtype != torch.bool)
+        calls = find_formula(inputs, mask, out)
+        if calls is None:
+            return
+        output = self._view(out).buffer
+        self._ops[-1] = replace(op, outputs=tuple(None if o == output else o for o in op.outputs))
+        self._add_calls(calls, output)
+
+    def _add_calls(self, calls: tuple[OpCall, ...], output: int) -> None:
+        """Add ops that the forward did not run by themselves; the last one's result is the buffer ``output``."""
+        base, site = self._buffers[output].base, self._buffers[output].site
+        written: list[int] = []
+
+        def argument(value: Any) -> Argument:
+            return self._buffers[written[value.call]].base if isinstance(value, Result) else self._encode(value)
+
+        for n, call in enumerate(calls):
+            args = tuple(argument(a) for a in call.args)
+            kwargs = tuple((k, argument(v)) for k, v in call.kwargs)
+            index = len(self._ops)
+            if n == len(calls) - 1:
+                written.append(output)
+                self._buffers[output] = replace(self._buffers[output], writer=index)
+            else:
+                buffer = len(self._buffers)
+                view = replace(base, buffer=buffer, dtype=dtype_name(call.dtype))
+                self._buffers.append(
+                    Buffer(
+                        buffer, self._storages.number(), f"{site} from its mask, step {n + 1}", Origin.OP, "",
+                        view.nbytes, view, writer=index,
+                    )
+                )  # fmt: skip
+                written.append(buffer)
+            self._ops.append(
+                Op(index, call.target, self._path, args, kwargs, (written[-1],), barrier=self._host_barrier())
+            )
 
     def _add_op(
         self, target: str, site: str, args: Any, kwargs: Any, barrier: str | None, written: list[Tensor],
@@ -228,7 +274,8 @@ class Tracer(Recorder, TorchDispatchMode):
                 region = self._storages.add(tensor, len(self._buffers), None)
                 nbytes = tensor.untyped_storage().nbytes()
                 base = self._storages.view(tensor, region)
-                outputs.append(self._new_buffer(region, base, f"{site}.{i}", Origin.OP, nbytes=nbytes, writer=index))
+                name = f"{site}.{len(mutates) + i}"  # the states that the op wrote in place come first
+                outputs.append(self._new_buffer(region, base, name, Origin.OP, nbytes=nbytes, writer=index))
         if not mutates and all(o is None for o in outputs):
             return
         op = Op(

@@ -150,6 +150,7 @@ class LayerForward:
         tracer = Tracer(self.module, args, kwargs)
         inputs = [t for _, t in call_tensors(args, kwargs)]
         held_inputs = [t.detach() for t in inputs]
+        rehearsal = Rehearsal(self.module, self.original, args, kwargs)
         handles: list[_Deferred] = []
         call = _TracedCall(handles)
         self._stashes.add(call)
@@ -165,7 +166,7 @@ class LayerForward:
         with torch.no_grad():
             program = self.cache.learn(
                 trace, traced, self.layer, self.module, _saved_bases(traced, handles),
-                lambda graph: self._sources(graph, held_inputs), Rehearsal(self.module, self.original, args, kwargs),
+                lambda graph: self._sources(graph, held_inputs), rehearsal,
             )  # fmt: skip
             self._stash_afterwards(program, held_inputs, handles)
         return output
