@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_adacc.graph.external import External
+from megatron_adacc.graph.fused_dropout import OpCall, Result
 from megatron_adacc.graph.groups import by_name
 from megatron_adacc.graph.model import Argument, Buffer, InputSpec, Op, Origin, Pack, Tagged, View
 from megatron_adacc.graph.storages import (
@@ -122,6 +123,33 @@ class Recorder:
         fields.setdefault("name", "")
         self._buffers.append(Buffer(index, region.storage, site, origin, base=base, **fields))
         return index
+
+    def _add_calls(self, calls: tuple[OpCall, ...], output: int, barrier: str | None) -> None:
+        """Add ops that the forward did not run by themselves; the last one's result is the buffer ``output``."""
+        base, site = self._buffers[output].base, self._buffers[output].site
+        written: list[int] = []
+
+        def argument(value: Any) -> Argument:
+            return self._buffers[written[value.call]].base if isinstance(value, Result) else self._encode(value)
+
+        for n, call in enumerate(calls):
+            args = tuple(argument(a) for a in call.args)
+            kwargs = tuple((k, argument(v)) for k, v in call.kwargs)
+            index = len(self._ops)
+            if n == len(calls) - 1:
+                written.append(output)
+                self._buffers[output] = replace(self._buffers[output], writer=index)
+            else:
+                buffer = len(self._buffers)
+                view = replace(base, buffer=buffer, dtype=dtype_name(call.dtype))
+                self._buffers.append(
+                    Buffer(
+                        buffer, self._storages.number(), f"{site} from its mask, step {n + 1}", Origin.OP, "",
+                        view.nbytes, view, writer=index,
+                    )
+                )  # fmt: skip
+                written.append(buffer)
+            self._ops.append(Op(index, call.target, self._path, args, kwargs, (written[-1],), barrier=barrier))
 
     def _view(self, tensor: Tensor) -> View:
         return self._storages.view(tensor, self._region(tensor))

@@ -195,6 +195,11 @@ class Storages:
         self._regions.setdefault(key, []).append(region)
         return region
 
+    def number(self) -> int:
+        """A running number for a storage that the call itself does not have."""
+        self._count += 1
+        return self._count - 1
+
     @staticmethod
     def view(tensor: Tensor, region: Region) -> View:
         """How the tensor lies on the region's present state."""

@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_adacc.graph import schema
 from megatron_adacc.graph.compiled import observed_calls, written_inputs
 from megatron_adacc.graph.external import External
-from megatron_adacc.graph.fused_dropout import OpCall, Result, find_formula
-from megatron_adacc.graph.model import Argument, Buffer, LayerGraph, Op, Origin, View, views_in
+from megatron_adacc.graph.fused_dropout import find_formula
+from megatron_adacc.graph.model import Argument, LayerGraph, Op, Origin, View, views_in
 from megatron_adacc.graph.recorder import Recorder
 from megatron_adacc.graph.roles import op_leaf, with_roles
-from megatron_adacc.graph.storages import dtype_name, flatten_tensors, has_plain_storage, named_tensors
+from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage, named_tensors
 from megatron_adacc.graph.submodules import ModulePaths
 
 EMPTY_NAMES = frozenset(name.split("::")[1] for name in schema.EMPTY_OPS)
@@ -228,36 +228,7 @@ class Tracer(Recorder, TorchDispatchMode):
             return
         output = self._view(out).buffer
         self._ops[-1] = replace(op, outputs=tuple(None if o == output else o for o in op.outputs))
-        self._add_calls(calls, output)
-
-    def _add_calls(self, calls: tuple[OpCall, ...], output: int) -> None:
-        """Add ops that the forward did not run by themselves; the last one's result is the buffer ``output``."""
-        base, site = self._buffers[output].base, self._buffers[output].site
-        written: list[int] = []
-
-        def argument(value: Any) -> Argument:
-            return self._buffers[written[value.call]].base if isinstance(value, Result) else self._encode(value)
-
-        for n, call in enumerate(calls):
-            args = tuple(argument(a) for a in call.args)
-            kwargs = tuple((k, argument(v)) for k, v in call.kwargs)
-            index = len(self._ops)
-            if n == len(calls) - 1:
-                written.append(output)
-                self._buffers[output] = replace(self._buffers[output], writer=index)
-            else:
-                buffer = len(self._buffers)
-                view = replace(base, buffer=buffer, dtype=dtype_name(call.dtype))
-                self._buffers.append(
-                    Buffer(
-                        buffer, self._storages.number(), f"{site} from its mask, step {n + 1}", Origin.OP, "",
-                        view.nbytes, view, writer=index,
-                    )
-                )  # fmt: skip
-                written.append(buffer)
-            self._ops.append(
-                Op(index, call.target, self._path, args, kwargs, (written[-1],), barrier=self._host_barrier())
-            )
+        self._add_calls(calls, output, self._host_barrier())
 
     def _add_op(
         self, target: str, site: str, args: Any, kwargs: Any, barrier: str | None, written: list[Tensor],

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megatron_adacc.graph.bits import bits_equal
 from megatron_adacc.graph.model import FLOAT_DTYPES, Buffer, LayerGraph, Origin, Role
 from megatron_adacc.graph.recipes import Availability, group_recipes
 from megatron_adacc.graph.replay import Context, Loader, Replayer, literal_tensor
@@ -29,18 +30,6 @@ class Evidence:
     refused: Mapping[int, str] = field(default_factory=dict)
     two_valued: frozenset[int] = frozenset()
     outlier_channels: Mapping[int, int] = field(default_factory=dict)
-
-
-def bits_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have equal dtype, size and bits: NaN equals itself, 0.0 differs from -0.0."""
-    if a.dtype != b.dtype or a.size() != b.size():
-        return False
-    if a.numel() == 0:
-        return True
-    a, b = a.reshape(-1), b.reshape(-1)
-    if a.dtype.is_complex:
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def is_dense(buffer: Buffer) -> bool:

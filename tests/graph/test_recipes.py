@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from megatron_adacc import attach
 from megatron_adacc.graph import Availability, LayerGraph, group_recipes, trace, unverified
-from megatron_adacc.graph.verify import REPLAY_DIFFERS, bits_equal, holds_two_values
+from megatron_adacc.graph.bits import bits_equal
+from megatron_adacc.graph.verify import REPLAY_DIFFERS, holds_two_values
 
 
 class Function(nn.Module):
