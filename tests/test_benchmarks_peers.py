@@ -7,22 +7,10 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+SIZES = {"--hidden": 32, "--heads": 2, "--sequence": 32, "--batch": 2, "--rounds": 1}
 TINY = [
-    "--hidden",
-    "32",
-    "--heads",
-    "2",
-    "--sequence",
-    "32",
-    "--batch",
-    "2",
-    "--rounds",
-    "1",
-    "--part",
-    "eager",
-    "--percents",
-    "25",
-    "50",
+    *(word for name, value in SIZES.items() for word in (name, str(value))),
+    *("--part", "eager", "--percents", "25", "50"),
 ]
 
 
