@@ -149,8 +149,12 @@ def run(calls: Sequence[OpCall]) -> Tensor:
 @contextlib.contextmanager
 def _unobserved() -> Iterator[None]:
     """No mode, no autograd and no autocast see what runs inside."""
-    below_autograd, no_autocast = torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast()
-    with torch.no_grad(), torch._C._DisableTorchDispatch(), below_autograd, no_autocast:
+    with (  # these guards act from the moment that they are made, so each is made here
+        torch.no_grad(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._DisableAutocast(),
+    ):
         yield
 
 
