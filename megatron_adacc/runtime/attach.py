@@ -31,7 +31,7 @@ TRACES_PER_CLASS = 16
 
 def attach(
     layers: nn.Module | Sequence[nn.Module],
-    plan: str | Plan | Path = "recompute",
+    plan: str | Plan | Path | Policy = "recompute",
     *,
     limit: str | None = None,
     error_budget: float = 0.0,
@@ -47,8 +47,8 @@ def attach(
         plan: "keep": everything stays. "recompute": what has a recipe that was shown to be exact is
             recomputed, dropout masks are stored as bits. "compress": each buffer by the codec of its role.
             "quantize": the paper's direct INT4 of everything, to compare with. "auto": what the solver finds
-            fastest within the limit, from costs that are measured on this device. A Plan, or the path of a plan
-            file.
+            fastest within the limit, from costs that are measured on this device. A Plan, the path of a plan file,
+            or what makes the plan of each layer.
         limit: for "auto". Bytes such as "30GiB": of everything on a GPU (on a CPU: of these layers' activations,
             working memory and gradients). A share such as "25%": of the activations that the layers hold without a
             plan. Default: the device's memory less 5 %.
@@ -78,8 +78,10 @@ def attach(
         policy = Auto(setting, tuple(tuple(members) for members in classes.values()))
     elif limit is not None:
         raise UserError(f"A limit is for the plan 'auto'; the plan {str(plan)!r} does not look at one: leave it out.")
-    else:
+    elif isinstance(plan, str | Plan | Path):
         policy = policy_for(str(plan) if isinstance(plan, Path) else plan, min_bytes)
+    else:
+        policy = plan
     caches = {key: TraceCache(policy, traces_per_class, tuple(members)) for key, members in classes.items()}
     numbering = {key: numbering_attributes(members) for key, members in classes.items()}
     stashes: WeakSet[Any] = WeakSet()
@@ -148,6 +150,21 @@ class Handle:
                 if storage._cdata not in skipped:
                     sizes[storage._cdata] = storage.nbytes()
         return sum(sizes.values())
+
+    @property
+    def forwards(self) -> list[LayerForward]:
+        """What stands in for each layer's forward, by the layer's place."""
+        return list(self._forwards)
+
+    @property
+    def policy(self) -> Policy:
+        """What makes the plans of the layers."""
+        return self._policy
+
+    def trace_again(self) -> None:
+        """Forget what was traced; the next forwards are traced and planned as the first were. Between steps only."""
+        for cache in self._caches:
+            cache.forget_all()
 
     @property
     def graphs(self) -> list[LayerGraph]:

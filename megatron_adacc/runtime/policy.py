@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from megatron_adacc.cost.layer_problem import held_anyway
@@ -23,14 +24,14 @@ DIRECT_INT4 = Compress("group_int4", (("scale", "paper"),))
 # What the codecs take; a float64 buffer is never compressed.
 CODEC_DTYPES = FLOAT_DTYPES - {"float64"}
 
-CODEC_OF_ROLE = {
+CODEC_OF_ROLE: Mapping[Role, str] = MappingProxyType({
     Role.LINEAR_INPUT: "outlier_int4",
     Role.NORM_OUTPUT: "outlier_int4",
     Role.QUERY_KEY_VALUE: "channel_int4",
     Role.ATTENTION_PROBABILITIES: "affine_int4",
     Role.RESIDUAL: "outlier_int4",
     Role.OTHER: "group_int4",
-}
+})  # fmt: skip
 
 
 class Policy(Protocol):
@@ -103,10 +104,11 @@ class RecomputeAll(FixedPolicy):
 @dataclass(frozen=True)
 class CompressAll(FixedPolicy):
     """Each float buffer by the codec of its role, statistics and masks without loss. What a mask and another
-    held buffer give in one op (a dropped-out value) is not held a second time."""
+    held buffer give in one op (a dropped-out value) is not held a second time. A role without a codec is kept."""
 
     min_bytes: int
     name: str = "compress"
+    codec_of_role: Mapping[Role, str] = field(default_factory=lambda: CODEC_OF_ROLE)
 
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         actions: list[tuple[str, Action]] = []
@@ -123,8 +125,8 @@ class CompressAll(FixedPolicy):
             elif _is_masked(graph, evidence, buffer, held):
                 actions.append((found.site, Recompute()))
                 held.discard(buffer)
-            elif role in CODEC_OF_ROLE and found.base.dtype in CODEC_DTYPES:
-                actions.append((found.site, lossy_action(graph, evidence, buffer, CODEC_OF_ROLE[role])))
+            elif role in self.codec_of_role and found.base.dtype in CODEC_DTYPES:
+                actions.append((found.site, lossy_action(graph, evidence, buffer, self.codec_of_role[role])))
         return LayerPlan(fingerprint(graph), tuple(actions))
 
 

@@ -108,6 +108,10 @@ class TraceCache:
     def forget(self, key: Hashable) -> None:
         self._traces.pop(key, None)
 
+    def forget_all(self) -> None:
+        """Trace again from the next forward on: for a policy that wants to see the tensors as they are now."""
+        self._traces.clear()
+
     def program(self, trace: Trace, layer: int) -> Program:
         """The settled program for the layer at this place."""
         if trace.generation != self._policy.generation:
