@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_adacc.graph.bits import bits_equal
 
-SAMPLE_ELEMENTS = 1 << 20  # elements tried at a time; bounds the memory of a trial
+SAMPLE_ELEMENTS = 1 << 17  # elements tried at a time: bounds the memory of a trial, and says enough of p
 LEAST_ELEMENTS = 32  # kept by dropout and not zero before it: fewer do not say what p is
 MOST_DECIMALS = 6  # of p
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
