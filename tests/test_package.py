@@ -245,7 +245,7 @@ ARROWS: dict[str, set[str]] = {
     "kernels": {"codecs"},  # kernel's launcher knows the codec's parameters
     "cost": {"graph", "codecs", "planner"},
     "runtime": {"graph", "codecs", "planner", "cost"},
-    "adaptive": {"runtime", "planner", "codecs", "graph"},
+    "adaptive": {"runtime", "planner", "codecs", "graph", "cost"},
     "megatron": {"graph", "cost", "planner", "codecs", "runtime", "adaptive", "devices", "patches", "kernels"},
 }
 # Outside package -> the parts that may import it.
