@@ -3,8 +3,8 @@
     a step of a pipeline with stages of t_1 ... t_p microseconds a micro-batch, m micro-batches, v chunks a stage:
         m max t + (sum of t - max t) / v                                    filling and draining the pipeline
     gradients of n data-parallel ranks:   2 (n - 1) / n  gradient bytes over the link
-    optimizer: all of its bytes read, parameters, master copies and moments written, and 16-bit gradients copied to
-        fp32, that copy read for the norm and for the update
+    optimizer: the gradients that are its own read for their norm and for the update, 16-bit ones by way of an fp32 copy;
+        master copies (or parameters) and moments read; parameters, master copies and moments written
 
     samples/s = micro-batch size x m x n / step
 
@@ -29,9 +29,13 @@ def pipeline_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1)
 def optimizer_us(job: Job, stage: int, device: DeviceSpec) -> float:
     """Microseconds that a rank of `stage` spends once a step: reducing gradients and stepping the optimizer."""
     static, training = job.static_bytes(stage), job.training
-    written = static.parameters + static.master + static.moments
-    copies = 3 * 4 * job.parameters(stage) if training.gradient_bytes == 2 else 2 * static.gradients
-    moved = static.parameters + static.gradients + static.master + static.moments + written + copies
+    own = static.gradients / (training.data_parallel if training.zero == 1 else 1)
+    # A gradient of 16 bits is read once, into a copy that is written once and read twice; one of 32 bits is read twice.
+    gradients = own + 3 * 4 * own / 2 if training.buffer_bytes == 2 else 2 * own
+    kept = static.parameters + static.master + static.moments
+    moved = static.master + static.moments + kept + gradients
+    if not training.master_bytes:
+        moved += static.parameters  # the update reads what else it reads from the master copy
     ranks = training.data_parallel
     reduced = 2 * (ranks - 1) / ranks * static.gradients
     return 1e6 * (moved / device.achievable_bandwidth + reduced / device.achievable_link)

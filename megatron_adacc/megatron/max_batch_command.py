@@ -28,6 +28,7 @@ FORMAT = 1
 
 ERROR_BUDGET = 0.02
 _FIRST = (32, 64)
+_LINES = 5
 _LARGEST = 2**16
 
 # Of GPT-117M on a V100 with 32 GB: Adacc (arXiv 2508.00806), which does not say the sequence length.
@@ -139,15 +140,15 @@ def largest(batches: Batches, name: str) -> int:
     total = batches.limit(_FIRST[0]).total_bytes
     assert total is not None
     known = {batch: batches.needed_bytes(name, batch) for batch in _FIRST}
-    low, high = 0, _LARGEST  # fits, does not
     while True:
-        low = max([low, *(batch for batch, needed in known.items() if needed <= total)])
-        high = min([high, *(batch for batch, needed in known.items() if needed > total)])
-        if high - low <= 1:
+        low = max((batch for batch, needed in known.items() if needed <= total), default=0)
+        high = min((batch for batch, needed in known.items() if needed > total), default=_LARGEST)
+        if high - low <= 1 or (name in planning.REFERENCES and _above(known, low, total)):
             return low
-        if name in planning.REFERENCES and _above(known, low, total):
-            return low
-        guess = min(max(_on_line(known, total), low + 1), high - 1)
+        guess = _on_line(known, low, high, total)
+        if len(known) > _LINES and len(known) % 2 and high < _LARGEST:
+            guess = (low + high) // 2  # where it is no line after all
+        guess = min(max(guess, low + 1), high - 1)
         known[guess] = batches.needed_bytes(name, guess)
 
 
@@ -159,10 +160,10 @@ def _above(known: dict[int, int], low: int, total: int) -> bool:
     return known[low] + (known[low] - known[before]) / (low - before) > total
 
 
-def _on_line(known: dict[int, int], total: int) -> int:
-    """Where the line through the two known points nearest to ``total`` reaches it."""
-    nearest = sorted(known, key=lambda batch: abs(known[batch] - total))[:2]
-    first, second = min(nearest), max(nearest)
+def _on_line(known: dict[int, int], low: int, high: int, total: int) -> int:
+    """Where the line through the known points around ``total``, or through the two nearest, reaches it."""
+    around = [batch for batch in (low, high) if batch in known]
+    first, second = around if len(around) == 2 else sorted(known)[-2:] if high == _LARGEST else sorted(known)[:2]
     if known[second] <= known[first]:
         return 2 * max(known)
     return first + (total - known[first]) * (second - first) // (known[second] - known[first])
