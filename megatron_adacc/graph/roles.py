@@ -197,6 +197,10 @@ class _Finder:
         if buffer.origin == Origin.INPUT:
             return True
         op = self.writer(buffer.index)
+        if op is not None and op_leaf(op) == "_to_copy":
+            # The sum of a fused kernel, computed in float32 and rounded.
+            sources = [self.graph.buffers[b] for b in op.reads]
+            return all(b.origin == Origin.OP and self._is_residual(b) for b in sources)
         if op is None or op_leaf(op) not in ("add", "add_"):
             return False
         operands = [v for v in op.args if isinstance(v, View)]

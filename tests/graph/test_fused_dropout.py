@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_adacc import attach
-from megatron_adacc.graph import Origin, trace
+from megatron_adacc.graph import Origin, Role, trace
 from megatron_adacc.graph.fused_dropout import Region, Rounding, find_formula, formula, run
 
 PROBABILITY = 0.1
@@ -189,6 +189,15 @@ def test_compiled_region_in_a_layer(fused: Callable[..., Tensor], dtype: torch.d
         found = {site: str(a) for plan in handle.plan.layers for site, a in plan.actions}
         assert "compress(bitmask)" in found.values()
         assert found.get("/tanh.0", "keep") == action  # it follows from the region's result, which is not saved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_role_is_that_of_an_unfused_residual(dtype: torch.dtype) -> None:
+    layer = Layer(bias_dropout_add, dtype)
+    gradients(layer, 0)
+    graph = trace(layer, torch.randn(16, 2, 32, dtype=dtype, requires_grad=True))
+    (out,) = (b for b in graph.buffers if b.site == "/compiled.0")
+    assert graph.role(out.index) == Role.RESIDUAL
 
 
 def test_graph_of_a_compiled_region() -> None:
