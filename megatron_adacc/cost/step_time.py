@@ -3,7 +3,7 @@
     a step of a pipeline with stages of t_1 ... t_p microseconds a micro-batch, m micro-batches, v chunks a stage:
         m max t + (sum of t - max t) / v                                    filling and draining the pipeline
     gradients of n data-parallel ranks:   2 (n - 1) / n  gradient bytes over the link
-    optimizer: the gradients that are its own read for their norm and for the update, 16-bit ones by way of an fp32 copy;
+    optimizer: its own gradients read for their norm and for the update, 16-bit ones by way of an fp32 copy;
         master copies (or parameters) and moments read; parameters, master copies and moments written
 
     samples/s = micro-batch size x m x n / step

@@ -159,7 +159,7 @@ class TestFrontier:
 
 
 @pytest.fixture(scope="class")
-def explained(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def explained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan file with reasons."""
     path = tmp_path_factory.mktemp("explain") / "plan.json"
     assert cli.main(["plan", *SMALL, "--limit", "30%", "-o", str(path)]) == 0
@@ -188,7 +188,7 @@ class TestExplain:
     def test_a_plan_without_reasons(self, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
         path = tmp_path / "bare.json"
         path.write_text('{"format": 1, "name": "p", "notes": {}, "layers": []}')
-        assert "does not say why its actions were chosen" in refused(capsys, "explain", str(explained))
+        assert "does not say why its actions were chosen" in refused(capsys, "explain", str(path))
 
     @pytest.mark.parametrize(
         ("text", "words"),
