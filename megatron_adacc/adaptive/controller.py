@@ -183,6 +183,10 @@ class AdaptiveHandle:
         current = policy.current if isinstance(policy, Staged) else policy
         return current.stage if isinstance(current, Auto) else None
 
+    def outlier_lists(self) -> dict[tuple[int, str], tuple[int, ...]]:
+        """By layer and site, the channels that its outlier columns hold, as far as layers have settled."""
+        return {(key.place, key.site): channels for key, channels in self._monitor.lists().items()}
+
     def stored_bytes(self) -> int:
         """As attach()'s handle says."""
         return self.attached.stored_bytes()
