@@ -7,7 +7,7 @@ proven, one that no visible op wrote and one too small to matter are held under 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_adacc import codecs
@@ -21,6 +21,7 @@ from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.graph.verify import Evidence
 from megatron_adacc.planner import Action, Compress, LayerPlan, Recompute
 from megatron_adacc.planner.problem import BufferItem, CodecChoice, LayerClass, OpItem
+from megatron_adacc.planner.solution import evaluate_layer
 
 MIN_BYTES = 1024
 
@@ -77,17 +78,20 @@ def held_anyway(graph: LayerGraph, buffer: int, min_bytes: int) -> bool:
 class LayerProblem:
     """One layer class as the planner takes it, and the way back.
 
-    ``shared_bytes``: inputs without gradient that are held whatever the plan; the layers have them in common."""
+    ``shared_bytes``: inputs without gradient that are held whatever the plan; the layers have them in common.
+    ``released``: saved buffers that are let go of when the forward returns, because no output depends on what saved
+    them; the engine holds one only where a recipe starts from it."""
 
     graph: LayerGraph
     layer_class: LayerClass
     offers: Mapping[tuple[str, str], Offer]
     shared_bytes: int
+    released: frozenset[int] = frozenset()
 
     def fates(self, actions: Mapping[str, str]) -> Fates:
         """The planner's actions by buffer, for the simulator."""
         graph = self.graph
-        packed, dropped = {}, set()
+        packed, dropped = {}, self._passed(actions)
         for index in graph.saved:
             site = graph.buffers[index].site
             action = actions.get(site, "keep")
@@ -97,14 +101,24 @@ class LayerProblem:
                 packed[index] = self.offers[site, action.removeprefix("compress:")].packed_bytes
         return Fates(packed, frozenset(dropped))
 
+    def _passed(self, actions: Mapping[str, str]) -> set[int]:
+        """Released buffers that recipes pass through: if they were not dropped, the recipes would start from them."""
+        if not self.released:
+            return set()
+        runs = set(evaluate_layer(self.layer_class, actions).runs)
+        made = {site for op in self.layer_class.ops if op.name in runs for site in op.writes}
+        sites = {b: self.graph.buffers[b].site for b in self.released}
+        return {b for b, site in sites.items() if site in made and actions.get(site) == "drop"}
+
     def layer_plan(self, actions: Mapping[str, str], layer: int | None) -> LayerPlan:
         """The planner's actions as a plan for the layer at this place; what is kept is not named."""
         graph = self.graph
         found: list[tuple[str, Action]] = []
+        passed = self._passed(actions)
         for index in sorted(graph.saved):
             site = graph.buffers[index].site
             action = actions.get(site, "keep")
-            if action == "recompute":
+            if action == "recompute" or index in passed:
                 found.append((site, Recompute()))
             elif action.startswith("compress:"):
                 found.append((site, self.offers[site, action.removeprefix("compress:")].action))
@@ -117,7 +131,7 @@ class LayerProblem:
         for item in self.layer_class.buffers:
             match chosen.get(item.site):
                 case Recompute():
-                    found[item.site] = "recompute"
+                    found[item.site] = "recompute" if item.saved else "drop"
                 case Compress() as action:
                     label = next(o.label for (s, _), o in self.offers.items() if s == item.site and o.action == action)
                     found[item.site] = f"compress:{label}"
@@ -129,14 +143,22 @@ class LayerProblem:
 def layer_problem(
     graph: LayerGraph, evidence: Evidence, prices: Prices, offers: Iterable[Offer], *,
     min_bytes: int = MIN_BYTES, count: int = 1, in_flight: int = 1, chunk: int = 0, name: str = "",
+    dead: Collection[int] = (),
 ) -> LayerProblem:  # fmt: skip
     """The planner's question for ``count`` layers with this graph.
 
-    ``offers``: the codecs for each buffer, lossless and lossy. Bytes are exact, times microseconds."""
+    ``offers``: the codecs for each buffer, lossless and lossy. ``dead``: packs that are let go of when the forward
+    returns (cost/timeline.py). Bytes are exact, times microseconds."""
     by_buffer: dict[int, list[Offer]] = {}
     for one in offers:
         by_buffer.setdefault(one.buffer, []).append(one)
-    saved = set(graph.saved)
+    live = {p.view.buffer for p in graph.packs if p.index not in dead}
+    # One that an op wrote and that has no proven recipe counts as held: a recipe may have to start from it.
+    released = frozenset(
+        b for b in graph.saved
+        if b not in live and (graph.buffers[b].origin != Origin.OP or b in evidence.verified)
+    )  # fmt: skip
+    saved = set(graph.saved) - released
     shared_storages = {graph.buffers[spec.buffer].storage for spec in graph.inputs if not spec.requires_grad} - {
         graph.buffers[spec.buffer].storage for spec in graph.inputs if spec.requires_grad
     }
@@ -144,8 +166,7 @@ def layer_problem(
     shared: dict[int, int] = {}
     listed: set[int] = set()
     packed_anyway = {
-        p.view.buffer for p in graph.packs
-        if graph.buffers[p.view.buffer].origin not in (Origin.PARAMETER, Origin.MODULE_BUFFER)
+        b for b in live if graph.buffers[b].origin not in (Origin.PARAMETER, Origin.MODULE_BUFFER)
     }  # fmt: skip
     counted: set[int] = set()
     for buffer in graph.buffers:
@@ -166,13 +187,13 @@ def layer_problem(
                 shared[buffer.storage] = nbytes
             nbytes = 0
         is_input = buffer.origin == Origin.INPUT
-        storable = (is_input and graph.last_state(index)) or index in saved
+        storable = (is_input and graph.last_state(index)) or index in saved or index in released
         must_hold = index in saved and (held_anyway(graph, index, min_bytes) or index not in evidence.verified)
-        if storable and index in saved:
+        if storable and (index in saved or index in released):
             # Two saved states of one storage are held in the same bytes.
             nbytes = 0 if buffer.storage in counted else nbytes
             counted.add(buffer.storage)
-        choices = tuple(_choice(one, prices, buffer) for one in by_buffer.get(index, ()))
+        choices = tuple(_choice(one, prices, buffer) for one in by_buffer.get(index, ()) if index in saved)
         items.append(BufferItem(buffer.site, nbytes, index in saved, choices, must_hold, storable))
     ops = []
     for op in graph.ops:
@@ -183,7 +204,7 @@ def layer_problem(
             ops.append(OpItem(f"{op.index} {op.target}", us or 0.0, reads, writes, replayable=us is not None))
     found = LayerClass(name or graph.module, tuple(items), tuple(ops), count, in_flight, chunk)
     table = {(graph.buffers[o.buffer].site, o.label): o for several in by_buffer.values() for o in several}
-    return LayerProblem(graph, found, table, sum(shared.values()))
+    return LayerProblem(graph, found, table, sum(shared.values()), released)
 
 
 def _choice(one: Offer, prices: Prices, buffer: Buffer) -> CodecChoice:

@@ -27,9 +27,9 @@ class Limit:
     @staticmethod
     def parse(text: str) -> Limit:
         """The limit that ``text`` says. Raises UserError where it says none, and where the unit is missing."""
-        match = _WRITTEN.fullmatch(text)
+        match = _WRITTEN.fullmatch(text) if isinstance(text, str) and text.isascii() else None
         if match is None:
-            hint = " a unit is missing;" if re.fullmatch(r"\s*[0-9.]+\s*", text) else ""
+            hint = " a unit is missing;" if re.fullmatch(r"\s*[0-9.]+\s*", str(text)) else ""
             raise UserError(
                 f"The limit {text!r} cannot be read:{hint} give bytes with a unit, such as 30GiB or 512MB, or a "
                 "share of the plain run's activations, such as 25%."
@@ -62,6 +62,9 @@ def written_bytes(nbytes: int) -> str:
 
 
 def least_written(nbytes: int) -> str:
-    """Bytes as a limit that is not below them: whole MiB, rounded up."""
-    mib = -(-nbytes // 2**20)
-    return f"{mib}MiB"
+    """Bytes as a limit that is not below them, rounded up to a tenth of their unit."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if nbytes >= _UNITS[unit.upper()]:
+            tenths = -(-10 * nbytes // _UNITS[unit.upper()])
+            return f"{tenths // 10}.{tenths % 10}{unit}"
+    return f"{nbytes}B"

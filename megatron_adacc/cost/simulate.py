@@ -59,7 +59,10 @@ class Simulator:
         self._context = context
         self._dead = timeline.dead if timeline is not None else frozenset()
         self._storage_bytes = {b.storage: b.nbytes for b in graph.buffers}
-        self._inputs = {graph.buffers[s.buffer].storage: s.requires_grad for s in graph.inputs}
+        self._inputs: dict[int, bool] = {}  # by storage, whether a gradient flows to it
+        for spec in graph.inputs:
+            storage = graph.buffers[spec.buffer].storage
+            self._inputs[storage] = self._inputs.get(storage, False) or spec.requires_grad
 
     @property
     def device(self) -> torch.device:

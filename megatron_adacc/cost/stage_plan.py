@@ -215,9 +215,9 @@ def _too_little(solution: Solution, limit: Limit, facts: Sequence[ClassFacts]) -
     if limit.share is None:
         return (
             f"No plan fits into {limit}: the least limit that works is {least_written(least)} "
-            f"({written_bytes(least)}); give at least that, a smaller micro-batch, or allow lossy actions."
+            f"({least:,} bytes); give at least that, a smaller micro-batch, or allow lossy actions."
         )
-    percent = math.ceil(10000 * least / max(1, plain_bytes(facts))) / 100
+    percent = -(-10000 * least // max(1, plain_bytes(facts))) / 100
     return (
         f"No plan fits into {limit}: the least limit that works is {percent:.2f}% ({least:,} bytes); give at least "
         "that, or allow lossy actions."

@@ -63,7 +63,7 @@ def attach(
 
     Raises:
         UserError: no layer, a layer twice or inside another, one that is attached already, no such plan, a limit
-            that cannot be read or that comes with another plan than "auto".
+            or error budget that cannot be read or that comes with another plan than "auto".
     """
     modules = _modules(layers)
     classes: dict[Hashable, dict[int, nn.Module]] = {}
@@ -78,6 +78,10 @@ def attach(
         policy = Auto(setting, tuple(tuple(members) for members in classes.values()))
     elif limit is not None:
         raise UserError(f"A limit is for the plan 'auto'; the plan {str(plan)!r} does not look at one: leave it out.")
+    elif error_budget:
+        raise UserError(
+            f"An error budget is for the plan 'auto'; the plan {str(plan)!r} does not look at one: leave it out."
+        )
     elif isinstance(plan, str | Plan | Path):
         policy = policy_for(str(plan) if isinstance(plan, Path) else plan, min_bytes)
     else:

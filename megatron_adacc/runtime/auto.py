@@ -1,10 +1,11 @@
 """The policy "auto": traces are timed and rehearsed as they settle, then the solver plans all layers at once.
 
-Until every layer class has settled, layers get the plan of least memory that is certain: everything with a proven
-recipe is recomputed. That is so in the first forward of the first layers, and for a class of one layer in the
-whole first step. When the last class has settled the problem is solved, and from then on each layer has its plan.
-A later call key of more bytes (a longer sequence) solves it again; for one of fewer bytes the plan holds by its
-sites, and what was not proven for it is kept.
+Until a settled trace is known for every layer, layers get the plan of least memory that is certain: everything with a
+proven recipe is recomputed. That is so in the first forward of the first layers, and where a trace has one layer in
+the whole first step (the first layer, if its input needs no gradient). Then the problem is solved, and from then on
+each layer has its plan. A layer is planned by the call of most bytes that it was seen with: a later one of more (a
+longer sequence) solves the problem again; for one of fewer the plan holds by its sites, and what was not proven for it
+is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 ERROR_SECONDS = 5.0  # for measuring what lossy actions cost, a layer class
 
-# A class that has not settled after the others began this many forwards is not waited for.
+# A layer that has not settled after others, which have, began this many forwards is not waited for.
 PATIENCE = 3
 
 
@@ -70,6 +71,20 @@ class Setting:
     error_budget: float = 0.0
     min_bytes: int = 1024
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.error_budget < math.inf:
+            raise UserError(f"The error budget is {self.error_budget}, but an error is a number from 0 up.")
+
+
+@dataclass(frozen=True)
+class _Cover:
+    """What a layer is planned as: the graph of this fingerprint with these bytes of activations. ``seen``: it ran with
+    it; else it is only likely to."""
+
+    name: str
+    nbytes: int
+    seen: bool
+
 
 @dataclass
 class Auto:
@@ -81,18 +96,21 @@ class Auto:
     generation: int = 0
     stage: StagePlan | None = None
     startup_seconds: float = 0.0
-    _facts: dict[tuple[int, ...], ClassFacts] = field(default_factory=dict)
+    _facts: dict[str, ClassFacts] = field(default_factory=dict)  # by fingerprint of the graph
+    _cover: dict[int, _Cover] = field(default_factory=dict)  # by place, what the layer is planned as
+    _solved_for: dict[int, str] | None = None
+    _plans: dict[int, LayerPlan] = field(default_factory=dict)  # by place
     _begun: dict[tuple[int, ...], int] = field(default_factory=dict)
     _measured: MeasuredPrices | None = None
 
     def begin(self, places: tuple[int, ...]) -> None:
-        """A step begins for these layers; a class that never comes is not waited for."""
-        if self.stage is not None or places not in self._facts:
+        """A step begins for these layers; a layer that never comes, or never does the same, is not waited for."""
+        if self.stage is not None or not self._cover.keys() & set(places):
             return
         self._begun[places] = self._begun.get(places, 0) + 1
         if self._begun[places] >= PATIENCE:
-            missing = [c for c in self.classes if c not in self._facts]
-            logger.warning("The plan is made without layers %s, which have not run yet.", missing)
+            missing = sorted({place for c in self.classes for place in c} - self._cover.keys())
+            logger.warning("The plan is made without layers %s, which did not run or not do the same twice.", missing)
             self._solve()
 
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
@@ -101,25 +119,49 @@ class Auto:
         if self.stage is None or not settled:
             return fallback
         sites = {graph.buffers[b].site: b for b in graph.saved}
-        found = self.stage.plan.find(fingerprint(graph), sites, layer)
+        found = self._plans.get(layer)
         if found is None:
+            found = self.stage.plan.find(fingerprint(graph), sites, layer)
+        if found is None or any(site not in sites for site, _ in found.actions):
             return fallback
         return _fitting(found, graph, evidence, sites) or fallback
 
-    def settle(self, places: tuple[int, ...], sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> None:
-        """Time and rehearse the layer; solve when every class is known. Raises UserError where no plan fits."""
-        known = self._facts.get(places)
-        if known is not None and known.problem.graph.activation_bytes >= sample.graph.activation_bytes:
-            return
-        start = time.perf_counter()
-        self._facts[places] = self._learn(places, sample, rehearsal, shared)
-        self.startup_seconds += time.perf_counter() - start
-        if len(self._facts) == len(self.classes):
+    def settle(
+        self, seen: Collection[int], unseen: Collection[int], sample: Sample, rehearsal: Rehearsal,
+        shared: Shared | None,
+    ) -> None:  # fmt: skip
+        """Time and rehearse the layer; solve when every layer is known. Raises UserError where no plan fits."""
+        name = fingerprint(sample.graph)
+        cover = _Cover(name, sample.graph.activation_bytes, True)
+        likely = replace(cover, seen=False)
+        better = {place: cover for place in seen if self._improves(place, cover)}
+        better |= {place: likely for place in unseen if self._improves(place, likely)}
+        if better and name not in self._facts:
+            start = time.perf_counter()
+            self._facts[name] = self._learn(sample, rehearsal, shared)
+            self.startup_seconds += time.perf_counter() - start
+        self._cover_with(better)
+
+    def join(self, place: int, graph: LayerGraph) -> None:
+        """Solve again where the layer was taken for another. Raises UserError where no plan fits."""
+        cover = _Cover(fingerprint(graph), graph.activation_bytes, True)
+        if cover.name in self._facts and self._improves(place, cover):
+            self._cover_with({place: cover})
+
+    def _improves(self, place: int, cover: _Cover) -> bool:
+        known = self._cover.get(place)
+        return known is None or (known.seen, known.nbytes) < (cover.seen, cover.nbytes)
+
+    def _cover_with(self, better: Mapping[int, _Cover]) -> None:
+        self._cover.update(better)
+        complete = all(place in self._cover for places in self.classes for place in places)
+        if (complete or self.stage is not None) and self._names() != self._solved_for:
             self._solve()
 
-    def _learn(
-        self, places: tuple[int, ...], sample: Sample, rehearsal: Rehearsal, shared: Shared | None
-    ) -> ClassFacts:
+    def _names(self) -> dict[int, str]:
+        return {place: cover.name for place, cover in self._cover.items()}
+
+    def _learn(self, sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> ClassFacts:
         with self.setting.preserve():
             gradients = 0 if self.setting.main_gradients else gradient_bytes(sample.module)
             timeline = self._rehearsed(sample, rehearsal, gradients > 0)
@@ -129,13 +171,13 @@ class Auto:
             lossy = self._lossy_offers(sample, rehearsal, shared)
         problem, with_lossy = (
             layer_problem(
-                sample.graph, sample.evidence, prices, offers, min_bytes=self.setting.min_bytes, count=len(places)
+                sample.graph, sample.evidence, prices, offers, min_bytes=self.setting.min_bytes, dead=timeline.dead
             )
             for offers in (lossless, (*lossless, *lossy))
         )
         simulator = Simulator(sample.graph, timeline, sample.context)
         step_us, forward_us = prices.step_us(sample.graph), prices.forward_us(sample.graph)
-        return ClassFacts(problem, simulator, places, forward_us, step_us, gradients, with_lossy)
+        return ClassFacts(problem, simulator, (), forward_us, step_us, gradients, with_lossy)
 
     def _lossy_offers(self, sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> tuple[Offer, ...]:
         """Codecs whose errors were measured on this call's activations; none where no error is allowed."""
@@ -168,8 +210,8 @@ class Auto:
     def _solve(self) -> None:
         """The first rank of the groups solves; all get its plan, or its error."""
         device = next(iter(self._facts.values())).simulator.device
-        facts = [part for c in sorted(self._facts) for part in self._by_chunk(self._facts[c])]
-        facts.sort(key=lambda fact: fact.places[0])
+        names = self._names()
+        facts = self._parts(names)
         check_equal([line for fact in facts for line in described(fact)], self.setting.groups)
         limit, room = self.setting.limit or device_limit(device), self.setting.room(device)
         own: StagePlan | None = None
@@ -190,15 +232,28 @@ class Auto:
             raise UserError(refusal)
         assert text is not None
         self.stage = own or given_stage(facts, Plan.from_json(text), limit, room)
+        self._solved_for = names
+        self._plans = {}
+        for fact in facts:
+            graph = fact.problem.graph
+            for place in fact.places:
+                found = self.stage.plan.find(fingerprint(graph), [graph.buffers[b].site for b in graph.saved], place)
+                if found is not None:
+                    self._plans[place] = found
         self.generation += 1
 
-    def _by_chunk(self, fact: ClassFacts) -> list[ClassFacts]:
-        """One class a virtual pipeline stage: they differ in how many micro-batches are in flight."""
+    def _parts(self, names: Mapping[int, str]) -> list[ClassFacts]:
+        """One class for each graph and virtual pipeline stage, in the order of execution: stages differ in how many
+        micro-batches are in flight."""
         chunk_of, in_flight = self.setting.chunk_of, self.setting.in_flight
-        places: dict[int, list[int]] = {}
-        for place in fact.places:
-            places.setdefault(chunk_of[place] if place < len(chunk_of) else 0, []).append(place)
-        return [fact.part(tuple(found), chunk, in_flight[chunk]) for chunk, found in places.items()]
+        places: dict[tuple[int, str], list[int]] = {}
+        for place in sorted(names):
+            chunk = chunk_of[place] if place < len(chunk_of) else 0
+            places.setdefault((chunk, names[place]), []).append(place)
+        parts = [
+            self._facts[name].part(tuple(found), chunk, in_flight[chunk]) for (chunk, name), found in places.items()
+        ]
+        return sorted(parts, key=lambda fact: (fact.layer_class.chunk, fact.places[0]))
 
     def _solved(self, facts: Sequence[ClassFacts], limit: Limit, room: Room) -> StagePlan:
         """The fastest plan; lossy actions are on offer where an error is allowed."""

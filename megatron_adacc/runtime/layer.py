@@ -102,14 +102,16 @@ class LayerForward:
         self.cache.begin(self.layer)
         tensors: list[Tensor] = []
         key = (arguments_key(args, kwargs, tensors), self._live_state.key(), environment_key())
-        trace = self.cache.get(key)
+        trace = self.cache.get(key, self.layer)
+        if trace.settled is None and not trace.given_up:
+            with self.cache.tracing:
+                if trace.settled is None and not trace.given_up:  # as another thread may have found meanwhile
+                    return self._trace(trace, args, kwargs)
         if trace.given_up:
             return self._keep_all(args, kwargs)
-        if trace.settled is None:
-            return self._trace(trace, args, kwargs)
         if not trace.constants_unchanged():
             self.cache.forget(key)
-            return self._trace(self.cache.get(key), args, kwargs)
+            return self._trace(self.cache.get(key, self.layer), args, kwargs)
         program = self.cache.program(trace, self.layer)
         stash = Stash(program, self.module, self.name)
         self._stashes.add(stash)

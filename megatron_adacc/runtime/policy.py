@@ -46,9 +46,16 @@ class Policy(Protocol):
 
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan: ...
 
-    def settle(self, places: tuple[int, ...], sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> None:
-        """The trace of the layers at these places has settled; comes before their plans are asked for.
+    def settle(
+        self, seen: Collection[int], unseen: Collection[int], sample: Sample, rehearsal: Rehearsal,
+        shared: Shared | None,
+    ) -> None:  # fmt: skip
+        """A trace has settled, of calls of the layers at the places ``seen``; comes before their plans are asked for.
+        ``unseen``: places of layers of the class that have not run yet, likely with such a call.
         ``shared``: what all ranks have that the layers' collectives join (runtime/agree.py)."""
+
+    def join(self, place: int, graph: LayerGraph) -> None:
+        """The layer at this place runs with a trace for the first time, which has settled before."""
 
     def begin(self, places: tuple[int, ...]) -> None:
         """The first of these layers begins a forward."""
@@ -59,7 +66,13 @@ class FixedPolicy:
 
     generation = 0
 
-    def settle(self, places: tuple[int, ...], sample: Sample, rehearsal: Rehearsal, shared: Shared | None) -> None:
+    def settle(
+        self, seen: Collection[int], unseen: Collection[int], sample: Sample, rehearsal: Rehearsal,
+        shared: Shared | None,
+    ) -> None:  # fmt: skip
+        """Nothing is learned."""
+
+    def join(self, place: int, graph: LayerGraph) -> None:
         """Nothing is learned."""
 
     def begin(self, places: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,7 @@ class Trace:
     by_layer: dict[int, Program] = field(default_factory=dict)
     generation: int = 0
     varying: Varying = field(default_factory=Varying)
+    layers: set[int] = field(default_factory=set)  # places of the layers that ran with it
     given_up: bool = False
 
     @property
@@ -91,8 +93,10 @@ class TraceCache:
         self._mask_checks: dict[torch.device, MaskCheck] = {}
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
         self.count = 0  # forwards traced so far
+        self.tracing = threading.RLock()  # held while a layer runs on stand-ins, which other threads must not see
 
-    def get(self, key: Hashable) -> Trace:
+    def get(self, key: Hashable, layer: int) -> Trace:
+        """The trace for a call of the layer at this place."""
         trace = self._traces.get(key)
         if trace is None:
             trace = self._traces[key] = Trace()
@@ -100,6 +104,10 @@ class TraceCache:
                 self._traces.popitem(last=False)
         else:
             self._traces.move_to_end(key)
+        if layer not in trace.layers:
+            trace.layers.add(layer)
+            if trace.settled is not None:
+                self._policy.join(layer, trace.settled.graph)
         return trace
 
     def traces(self) -> list[Trace]:
@@ -189,7 +197,8 @@ class TraceCache:
         evidence = _with_outliers(evidence, traced.graph, saved, trace.evidence)
         if settled:
             sample = Sample(traced.graph, evidence, saved, bases, context, module)
-            self._policy.settle(self._layers, sample, rehearsal, shared)
+            unseen = set(self._layers).difference(*(t.layers for t in self._traces.values()))
+            self._policy.settle(trace.layers, unseen, sample, rehearsal, shared)
             trace.settled, trace.evidence, trace.last = traced, evidence, None
             trace.programs, trace.by_layer = {}, {}
             program = self.program(trace, layer)
