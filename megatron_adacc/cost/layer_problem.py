@@ -153,10 +153,10 @@ def layer_problem(
     for one in offers:
         by_buffer.setdefault(one.buffer, []).append(one)
     live = {p.view.buffer for p in graph.packs if p.index not in dead}
-    # One that an op wrote and that has no proven recipe counts as held: a recipe may have to start from it.
+    # What is written by ops that can run again but has no proven recipe counts as held: a recipe may start from it.
     released = frozenset(
         b for b in graph.saved
-        if b not in live and (graph.buffers[b].origin != Origin.OP or b in evidence.verified)
+        if b not in live and (b in evidence.verified or not _writable_again(graph, b))
     )  # fmt: skip
     saved = set(graph.saved) - released
     shared_storages = {graph.buffers[spec.buffer].storage for spec in graph.inputs if not spec.requires_grad} - {
@@ -193,7 +193,7 @@ def layer_problem(
             # Two saved states of one storage are held in the same bytes.
             nbytes = 0 if buffer.storage in counted else nbytes
             counted.add(buffer.storage)
-        choices = tuple(_choice(one, prices, buffer) for one in by_buffer.get(index, ()) if index in saved)
+        choices = tuple(_choice(one, prices, buffer) for one in by_buffer.get(index, ()))
         items.append(BufferItem(buffer.site, nbytes, index in saved, choices, must_hold, storable))
     ops = []
     for op in graph.ops:
@@ -205,6 +205,17 @@ def layer_problem(
     found = LayerClass(name or graph.module, tuple(items), tuple(ops), count, in_flight, chunk)
     table = {(graph.buffers[o.buffer].site, o.label): o for several in by_buffer.values() for o in several}
     return LayerProblem(graph, found, table, sum(shared.values()), released)
+
+
+def _writable_again(graph: LayerGraph, buffer: int) -> bool:
+    """Whether no barrier is among the ops that wrote the buffer's storage up to this state."""
+    state: int | None = buffer
+    while state is not None:
+        writer = graph.buffers[state].writer
+        if writer is None or graph.ops[writer].barrier is not None:
+            return False
+        state = graph.buffers[state].previous
+    return True
 
 
 def _choice(one: Offer, prices: Prices, buffer: Buffer) -> CodecChoice:
