@@ -9,7 +9,7 @@ for argument in "$@"; do
 usage: bash scripts/demo.sh [--iterations N]
 
 Sets everything up (scripts/setup.sh), makes a data set of the Python standard library's source, trains a
-GPT of about 10 M parameters on it with each of the plans off, full, auto (in the memory that full needs),
+GPT of about 10 M parameters on it with each of the plans off, full, auto (in 1.05 x the memory that full needs),
 selective and recompute from the same seed, and prints a table. Results: runs/demo/ (summary.json, a report and a log for each plan).
 
   --iterations N   training iterations for each plan (default 30)
