@@ -147,6 +147,7 @@ class AdaptiveHandle:
         why += [] if peak is None else [peak]
         if self._monitor.agreed(bool(why)) and not why:
             why.append("another rank found a change")
+            self._monitor.references = {}  # its new list changes the mean error here, too
 
     def _enter_lossy_stage(self, why: list[str], changed: list[str]) -> None:
         policy = self.attached.policy

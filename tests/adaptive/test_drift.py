@@ -23,7 +23,7 @@ class Run:
         self.errors: dict[int, float] = {}  # of the gradient of layer 0's up.weight, after a step
         self.lists: dict[int, tuple[int, ...]] = {}  # channels that layer 0 separates in its norm's output
         self.next_checks: dict[int, int] = {}
-        self.probe = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+        self.probe = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1), requires_grad=True)
         with self.handle:
             train(self.model, range(1, 67), self.end, self.before)
             self.report = self.handle.report()

@@ -51,7 +51,7 @@ def train(
     for step in steps:
         before(step)
         torch.manual_seed(1000 + step)
-        loss = model(torch.randn(ROWS, HIDDEN))
+        loss = model(torch.randn(ROWS, HIDDEN, requires_grad=True))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
