@@ -6,39 +6,50 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_adacc.cost.in_flight import heaviest, moments
+from megatron_adacc.cost.in_flight import Schedule, heaviest, moments
 from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.stage_plan import Room
-from megatron_adacc.megatron.read_job import job_of_args
+from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.read_job import job_of_args, schedule_of_args
 from megatron_adacc.runtime.auto import Setting
 
 
 def setting_of(args: Namespace, chunk_of: list[int]) -> Setting:
     """The setting of this rank. ``chunk_of``: by place of an attached layer, the model chunk that it lies in.
 
-    Raises UserError where the memory model does not know the job's kind of model, and for a limit that cannot be
-    read."""
+    Raises UserError where a limit in bytes needs the memory model and that does not know the job's kind of model, and
+    for a limit that cannot be read."""
     from megatron.core import parallel_state
 
-    job = job_of_args(args)
+    limit = None if args.adacc_limit is None else Limit.parse(args.adacc_limit)
+    schedule = schedule_of_args(args)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    alive = heaviest(job.schedule, stage, [chunk_of.count(c) for c in range(job.schedule.chunks)])
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True) % job.training.data_parallel
-    found = room_of(job, stage, rank)
+    alive = heaviest(schedule, stage, [chunk_of.count(c) for c in range(schedule.chunks)])
+    try:
+        job = job_of_args(args)
+        rank = parallel_state.get_data_parallel_rank(with_context_parallel=True) % job.training.data_parallel
+        found = room_of(job, stage, rank)
+    except UserError as error:
+        if limit is None or limit.share is None:
+            raise UserError(
+                f"{error} Or give --adacc-limit as a share of activations, such as 25%: that needs no memory model."
+            ) from error
+        found = Room(moments=_moments(schedule, stage))
+    groups = [parallel_state.get_tensor_model_parallel_group()]
+    if not getattr(args, "variable_seq_lengths", False):
+        # Where lengths differ, data-parallel ranks do not come to a new one at the same moment; each plans for itself.
+        groups.insert(0, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
     def room(device: torch.device) -> Room:
         return found
 
     return Setting(
-        limit=None if args.adacc_limit is None else Limit.parse(args.adacc_limit),
+        limit=limit,
         room=room,
         in_flight=alive,
         chunk_of=chunk_of,
-        groups=(
-            parallel_state.get_data_parallel_group(with_context_parallel=True),
-            parallel_state.get_tensor_model_parallel_group(),
-        ),
+        groups=tuple(groups),
         main_gradients=True,
         preserve=random_states_put_back,
         error_budget=args.adacc_error_budget,
@@ -54,8 +65,12 @@ def room_of(job: Job, stage: int, rank: int | None = None) -> Room:
         fixed_bytes,
         needed.transient_bytes,
         floor_bytes=max(fixed_bytes + needed.end_bytes, needed.step_bytes),
-        moments=tuple((moment.chunk, moment.alive) for moment in moments(job.schedule, stage)),
+        moments=_moments(job.schedule, stage),
     )
+
+
+def _moments(schedule: Schedule, stage: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple((moment.chunk, moment.alive) for moment in moments(schedule, stage))
 
 
 @contextlib.contextmanager

@@ -151,17 +151,23 @@ def job_of_args(args: Namespace, cuda: bool | None = None) -> Job:
     for name, (flag, known) in _KNOWN.items():
         if getattr(args, name, known[0]) not in known:
             raise UserError(f"{flag} {getattr(args, name)} is not in the memory model: leave it out.")
-    pipeline = args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
+    schedule = schedule_of_args(args)
     job = Job(
         model=_model(args),
-        stages=_stages(args, pipeline, chunks),
-        schedule=Schedule(pipeline, _micro_batches(args), chunks, args.microbatch_group_size_per_vp_stage),
+        stages=_stages(args, schedule.stages, schedule.chunks),
+        schedule=schedule,
         training=_training(args),
         outer=_outer(args, _on_cuda() if cuda is None else cuda),
         tensor_parallel=args.tensor_model_parallel_size,
     )
     return replace(job, buckets=_buckets(args, job))
+
+
+def schedule_of_args(args: Namespace) -> Schedule:
+    """The pipeline schedule of Megatron's validated arguments, for any kind of model."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    group = args.microbatch_group_size_per_vp_stage
+    return Schedule(args.pipeline_model_parallel_size, _micro_batches(args), chunks, group)
 
 
 def _model(args: Namespace) -> GptModel:

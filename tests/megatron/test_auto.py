@@ -1,5 +1,7 @@
 """--adacc-plan auto: within its limit, and not a bit of the training changes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from checkpoints import checkpoint
@@ -59,3 +61,40 @@ def test_predicted_peak_is_met_from_above(trained, case):
     assert len(predicted) == len(run.report["ranks"])
     for rank in run.report["ranks"]:
         assert rank["peak_bytes"] <= predicted[rank["rank"]]["peak_bytes"] <= 1.05 * rank["peak_bytes"]
+
+
+UNEVEN = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "data": {"use_distributed_optimizer": True},
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_ranks_with_other_timings_hold_the_first_ones_plan(trained, tmp_path, layout):
+    settings = SETTINGS | UNEVEN[layout] | {"ranks": 2}
+    environment = {"PLANS": str(tmp_path), "ADACC_CACHE_DIR": "off"}
+    script = Path(__file__).with_name("uneven_timings_script.py")
+    off = trained(plan="off", **settings)
+    auto = trained(plan="auto", adacc_limit="30%", script=script, env=environment, **settings)
+    assert auto.losses == off.losses
+    first, second = (tmp_path.joinpath(f"{rank}.json").read_text() for rank in (0, 1))
+    assert first == second
+    prices = [tmp_path.joinpath(f"{rank}.prices").read_text() for rank in (0, 1)]
+    assert prices[0] != prices[1]
+
+
+EXPERTS = SETTINGS | {"num_experts": 2, "moe_router_topk": 2, "disable_bias_linear": True}
+
+
+def test_a_share_needs_no_memory_model(trained):
+    """The memory model does not know experts."""
+    off = trained(plan="off", **EXPERTS)
+    auto = trained(plan="auto", adacc_limit="60%", **EXPERTS)
+    assert auto.losses == off.losses
+
+
+def test_a_limit_in_bytes_needs_one(train):
+    run = train(plan="auto", adacc_limit="1GiB", **EXPERTS)
+    assert run.code != 0
+    assert "--num-experts 2 is not in the memory model: leave it out. Or give --adacc-limit as a share" in run.text
