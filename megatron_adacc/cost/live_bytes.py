@@ -28,11 +28,11 @@ class LiveBytes(TorchDispatchMode):
     """Counts storages that ops inside the mode give or read, from when they are first seen until they are freed.
 
     ``known``: tensors that were there before and are not counted. What a kernel allocates and frees inside one op
-    is not seen. ``after_op`` is called when an op has run."""
+    is not seen. ``at_op`` is called before and after each op."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.after_op: Callable[[], None] | None = None
+        self.at_op: Callable[[], None] | None = None
         self._known = [StorageWeakRef(t.untyped_storage()) for t in known if has_plain_storage(t)]
         self._known_keys = {reference.cdata for reference in self._known}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -44,14 +44,16 @@ class LiveBytes(TorchDispatchMode):
         return True  # regions of torch.compile run as they are; their results are met as arguments of later ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.at_op is not None:
+            self.at_op()  # what was freed since the last op is not alive beside what this one makes
         result = func(*args, **(kwargs or {}))
         self.see((args, kwargs, result))
         inside = inside_bytes(func, args)
         if inside:
             now, base = self._note()
             self._peak, self._base_peak = max(self._peak, now + inside), max(self._base_peak, base + inside)
-        if self.after_op is not None:
-            self.after_op()
+        if self.at_op is not None:
+            self.at_op()
         return result
 
     def see(self, value: Any) -> None:

@@ -82,7 +82,7 @@ class _Recording:
                 self._intervals.append(Interval(event, index, mark.base_now, mark.base_peak, self._alive))
                 self._alive = mark.alive
 
-    def op_ran(self) -> None:
+    def at_op(self) -> None:
         self.mark("op", 0)
 
     def pack(self, tensor: Tensor) -> Any:
@@ -94,6 +94,8 @@ class _Recording:
             if self._graph.is_activation(buffer):
                 self._live.watch(tensor, self._graph.buffers[buffer].storage)
                 self._alive |= {self._graph.buffers[buffer].storage}
+                # It is no part of the base of the interval that begins.
+                self._live.mark()
         return _Handle(self, index, tensor.detach() if self._hold else None)
 
     def unpack(self, handle: _Handle) -> Tensor:
@@ -120,9 +122,9 @@ def _run(graph: LayerGraph, call: Call, hold: bool) -> tuple[tuple[Interval, ...
     live = LiveBytes([*call.inputs, *call.parameters])
     recording = _Recording(graph, live, hold)
     with live:
-        live.after_op = recording.op_ran
+        live.at_op = recording.at_op
         loss = call.forward(recording.pack, recording.unpack)
-        live.after_op = None
+        live.at_op = None
         recording.mark("end", 0)
         forward = recording.take()
         _check(graph, recording)
