@@ -44,7 +44,7 @@ class Decision:
     changed: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"step {self.step}: {'; '.join(self.why)}. {'; '.join(self.changed)}."
+        return f"step {self.step}: {'; '.join(self.why).rstrip('.')}. {'; '.join(self.changed)}."
 
 
 def enable_memory_optim(
@@ -160,7 +160,7 @@ class AdaptiveHandle:
             self._monitor.disarm()
             self.attached.trace_again()
             why.append(policy.refusal or f"{self.steps} steps of warm-up have ended")
-            changed.append(f"plan {policy.name}, lossy, from the next step on")
+            changed.append(f"from the next step on the plan is {policy.name!r} and may be lossy")
 
     def _decide(self, why: list[str], changed: list[str]) -> None:
         changed.append(f"next check after step {self.schedule.next_check}")

@@ -7,10 +7,13 @@ they are then: its layers are traced again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
+from megatron_adacc.cost.measured import Shared
+from megatron_adacc.cost.rehearsal import Rehearsal
+from megatron_adacc.cost.timing import Sample
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph import Evidence, LayerGraph, Role
 from megatron_adacc.planner import LayerPlan
@@ -43,14 +46,15 @@ def codec_of_role(levels: Mapping[str, str]) -> Mapping[Role, str]:
 
 
 class Staged:
-    """See the module. ``lossy`` says which stage it is; ``trace_again`` asks for new traces at the end of the step."""
+    """See the module. ``lossy`` says which stage it is; ``trace_again`` asks for new traces at the end of the step;
+    ``refusal`` is why the first stage ended before its time, if it did."""
 
     def __init__(self, first: Policy, later: Policy) -> None:
         self.current = first
         self.trace_again = False
         self._later = later
         self._generations = 0  # of the first stage, once it has ended
-        self.refusal: str | None = None  # why the first stage ended before its time
+        self.refusal: str | None = None
 
     @property
     def name(self) -> str:
@@ -74,20 +78,27 @@ class Staged:
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         return self.current.layer_plan(graph, evidence, layer, settled)
 
-    def settle(self, *arguments: Any) -> None:
-        self._ask("settle", *arguments)
+    def settle(
+        self, seen: Collection[int], unseen: Collection[int], sample: Sample, rehearsal: Rehearsal,
+        shared: Shared | None,
+    ) -> None:  # fmt: skip
+        with self._lossy_where_nothing_fits():
+            self.current.settle(seen, unseen, sample, rehearsal, shared)
 
-    def join(self, *arguments: Any) -> None:
-        self._ask("join", *arguments)
+    def join(self, place: int, graph: LayerGraph) -> None:
+        with self._lossy_where_nothing_fits():
+            self.current.join(place, graph)
 
     def begin(self, places: tuple[int, ...]) -> None:
-        self._ask("begin", places)
+        with self._lossy_where_nothing_fits():
+            self.current.begin(places)
 
-    def _ask(self, verb: str, *arguments: Any) -> None:
-        """Where no lossless plan fits, the second stage begins at once. It then knows nothing until layers are traced
+    @contextlib.contextmanager
+    def _lossy_where_nothing_fits(self) -> Iterator[None]:
+        """Where the first stage has no plan, the second begins at once. It then knows nothing until layers are traced
         again; until then they have the plan that needs least memory without loss."""
         try:
-            getattr(self.current, verb)(*arguments)
+            yield
         except UserError as error:
             if self.lossy:
                 raise

@@ -38,7 +38,8 @@ def test_a_lossy_plan_comes_after_the_warm_up():
         assert 3 in handle.outlier_lists()[1, NORM]
     (decision,) = handle.decisions
     assert str(decision) == (
-        "step 5: 5 steps of warm-up have ended. plan compress, lossy, from the next step on; next check after step 6."
+        "step 5: 5 steps of warm-up have ended. from the next step on the plan is 'compress' and may be lossy; "
+        "next check after step 6."
     )
     assert handle.schedule.next_check == 9  # after 6, 7
 
