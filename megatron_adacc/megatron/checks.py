@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_adacc.errors import UserError
-from megatron_adacc.megatron.plan_notes import check_notes
+from megatron_adacc.megatron.plan_notes import check_plan
 from megatron_adacc.planner import Plan
 
 # Enough to meet the large ids of a tokenizer, little enough to read at once.
@@ -18,7 +18,7 @@ def check_arguments(args: Namespace) -> None:
     """Look at validated arguments. Raises UserError for a plan file of another job, a missing data set and a vocabulary
     that does not fit."""
     if os.path.isfile(args.adacc_plan):
-        check_notes(Plan.load(args.adacc_plan), args.adacc_plan, args)
+        check_plan(Plan.load(args.adacc_plan), args.adacc_plan, args)
     _check_data(args)
     _check_evaluation(args)
     _check_split(args)

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_adacc.megatron.auto_setting import setting_of
-from megatron_adacc.megatron.plan_notes import check_notes
+from megatron_adacc.megatron.plan_notes import check_plan
 from megatron_adacc.megatron.strategies import Strategy
 from megatron_adacc.planner import Plan
 from megatron_adacc.runtime.attach import Handle, attach
@@ -57,5 +57,5 @@ def attach_plan(strategy: Strategy, model: list[torch.nn.Module], args: Namespac
 def plan_of_file(path: str, args: Namespace) -> Plan:
     """This rank's part of a plan file. Raises UserError where it was made for another job."""
     plan = Plan.load(path)
-    check_notes(plan, path, args)
+    check_plan(plan, path, args)
     return plan.of_stage(parallel_state.get_pipeline_model_parallel_rank())

@@ -21,7 +21,7 @@ from megatron_adacc.cost.limits import Limit
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import planning
 from megatron_adacc.megatron.outputs import check_folders, write
-from megatron_adacc.megatron.plan_table import console
+from megatron_adacc.megatron.plan_table import console, waiting
 
 PROGRAM = "adacc max-batch"
 FORMAT = 1
@@ -63,7 +63,10 @@ def run(args: Namespace) -> int:
         request = replace(request, error_budget=ERROR_BUDGET)
     check_folders(own.json)
     sequences = [planning.whole("--sequence", text) for text in own.sequence or ()]
-    found = [_at(request, sequence) for sequence in sequences or _default_sequences(request)]
+    found = []
+    for sequence in sequences or _default_sequences(request):
+        with waiting(f"sequence {sequence}: tracing and solving"):
+            found.append(_at(request, sequence))
     content = {"format": FORMAT, "predicted": True, "device": request.device.name, "sequences": found}
     text = json.dumps(content, indent=1) + "\n"
     if own.json == "-":

@@ -10,9 +10,9 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_adacc import __version__
+from megatron_adacc import __version__, codecs
 from megatron_adacc.errors import UserError
-from megatron_adacc.planner import Plan
+from megatron_adacc.planner import Compress, Plan
 
 _VERSION = "megatron-adacc"
 
@@ -51,6 +51,18 @@ def notes_of(args: Namespace, device: str) -> tuple[tuple[str, str], ...]:
     """The notes of a plan for the job of these arguments, predicted for this device."""
     facts = tuple((name, fact(args)) for name, fact in _FACTS.items())
     return (*facts, (_VERSION, __version__), ("device", device))
+
+
+def check_plan(plan: Plan, path: str, args: Namespace) -> None:
+    """Raises UserError for a plan file of another job or version (see check_notes), and for a codec, an option or a
+    value that does not exist."""
+    check_notes(plan, path, args)
+    for action in {action for layer in plan.layers for _, action in layer.actions}:
+        if isinstance(action, Compress):
+            try:
+                codecs.get(action.codec, **dict(action.options))
+            except UserError as error:
+                raise UserError(f"The plan file {path} cannot be used: {error}") from None
 
 
 def check_notes(plan: Plan, path: str, args: Namespace) -> None:

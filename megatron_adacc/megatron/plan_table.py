@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from megatron_adacc.cost.limits import Limit, written_bytes
@@ -25,6 +26,13 @@ def console() -> Console:
 
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", str(_WIDTH)))
     return Console(width=width, highlight=False, markup=False)
+
+
+def waiting(words: str) -> AbstractContextManager[Any]:
+    """Inside, `words` and a spinner stand on stderr, where somebody looks at it."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(words) if sys.stderr.isatty() else nullcontext()
 
 
 def actions_data(plan: StagePlan) -> list[dict[str, Any]]:

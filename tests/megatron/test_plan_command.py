@@ -9,8 +9,8 @@ import pytest
 
 from megatron_adacc import cli
 from megatron_adacc.errors import UserError
-from megatron_adacc.megatron.plan_notes import check_notes, notes_of
-from megatron_adacc.planner import Plan
+from megatron_adacc.megatron.plan_notes import check_notes, check_plan, notes_of
+from megatron_adacc.planner import Compress, LayerPlan, Plan
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MIB, GIB = 2**20, 2**30
@@ -191,6 +191,18 @@ class TestNotes:
         made = Plan((), notes=(*notes_of(Namespace(**ARGS), "v100-32gb")[:-2], ("megatron-adacc", "0.0.9")))
         with pytest.raises(UserError, match=r"was made by megatron-adacc 0\.0\.9, and this is "):
             check_notes(made, "p.json", Namespace(**ARGS))
+
+    @pytest.mark.parametrize(
+        ("action", "words"),
+        [
+            (Compress("int3"), "There is no codec 'int3'; there are bitmask, outlier_int4"),
+            (Compress("group_int4", (("colour", 1),)), "Codec 'group_int4' has no option 'colour'"),
+        ],
+    )
+    def test_an_unknown_codec(self, action: Compress, words: str) -> None:
+        made = Plan((LayerPlan("0123", (("site", action),)),))
+        with pytest.raises(UserError, match=f"The plan file p.json cannot be used: {words}"):
+            check_plan(made, "p.json", Namespace(**ARGS))
 
     def test_a_plan_without_notes_fits_everywhere(self) -> None:
         check_notes(Plan(()), "p.json", Namespace(**ARGS))
