@@ -22,6 +22,7 @@ from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import planning
 from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_table import console
+from megatron_adacc.planner.quiet import solver_prints_to_stderr
 
 PROGRAM = "adacc frontier"
 FORMAT = 1
@@ -57,7 +58,8 @@ def run(args: Namespace) -> int:
         frontier_chart.need_matplotlib()
     from megatron_adacc.megatron.offline_facts import learn
 
-    content = frontier(learn(request.flags, request.device, request.world_size), points, request.error_budget)
+    with solver_prints_to_stderr():
+        content = frontier(learn(request.flags, request.device, request.world_size), points, request.error_budget)
     text = json.dumps(content, indent=1) + "\n"
     if own.json == "-":
         sys.stdout.write(text)

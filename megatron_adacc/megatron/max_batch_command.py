@@ -22,6 +22,7 @@ from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import planning
 from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_table import console, waiting
+from megatron_adacc.planner.quiet import solver_prints_to_stderr
 
 PROGRAM = "adacc max-batch"
 FORMAT = 1
@@ -65,7 +66,7 @@ def run(args: Namespace) -> int:
     sequences = [planning.whole("--sequence", text) for text in own.sequence or ()]
     found = []
     for sequence in sequences or _default_sequences(request):
-        with waiting(f"sequence {sequence}: tracing and solving"):
+        with waiting(f"sequence {sequence}: tracing and solving"), solver_prints_to_stderr():
             found.append(_at(request, sequence))
     content = {"format": FORMAT, "predicted": True, "device": request.device.name, "sequences": found}
     text = json.dumps(content, indent=1) + "\n"

@@ -22,6 +22,7 @@ from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_notes import notes_of
 from megatron_adacc.megatron.plan_table import actions_data, show
 from megatron_adacc.planner import LayerPlan, Plan
+from megatron_adacc.planner.quiet import solver_prints_to_stderr
 
 PROGRAM = "adacc plan"
 FORMAT = 1
@@ -47,14 +48,15 @@ def run(args: Namespace) -> int:
     check_folders(own.output, own.json)
     from megatron_adacc.megatron.offline_facts import learn
 
-    job = learn(request.flags, request.device, request.world_size)
-    limit = request.limit or Limit(total_bytes=job.limit_bytes)
-    limit_bytes = job.limit_bytes if limit.total_bytes is None else limit.total_bytes
-    chosen = planning.auto(job, limit)
-    outcomes = [*planning.references(job, limit_bytes), chosen]
-    if request.error_budget > 0:
-        chosen = planning.auto(job, limit, request.error_budget, "auto lossy")
-        outcomes.append(chosen)
+    with solver_prints_to_stderr():
+        job = learn(request.flags, request.device, request.world_size)
+        limit = request.limit or Limit(total_bytes=job.limit_bytes)
+        limit_bytes = job.limit_bytes if limit.total_bytes is None else limit.total_bytes
+        chosen = planning.auto(job, limit)
+        outcomes = [*planning.references(job, limit_bytes), chosen]
+        if request.error_budget > 0:
+            chosen = planning.auto(job, limit, request.error_budget, "auto lossy")
+            outcomes.append(chosen)
     content = _data(job, limit, limit_bytes, outcomes, chosen)
     text = json.dumps(content, indent=1) + "\n"
     if own.json == "-":
@@ -66,7 +68,9 @@ def run(args: Namespace) -> int:
     if chosen.refusal is not None and (own.output or request.limit):
         raise UserError(chosen.refusal)
     if own.output:
-        write(own.output, plan_of(job, chosen).to_json() + "\n")
+        with solver_prints_to_stderr():
+            plan = plan_of(job, chosen)
+        write(own.output, plan.to_json() + "\n")
     return 0
 
 
