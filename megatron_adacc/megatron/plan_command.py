@@ -47,6 +47,7 @@ def run(args: Namespace) -> int:
     own, request = planning.read(parser, args.arguments)
     check_folders(own.output, own.json)
     from megatron_adacc.megatron.offline_facts import learn
+    from megatron_adacc.megatron.offline_flags import fused_functions
 
     with solver_prints_to_stderr():
         job = learn(request.flags, request.device, request.world_size)
@@ -71,6 +72,12 @@ def run(args: Namespace) -> int:
         with solver_prints_to_stderr():
             plan = plan_of(job, chosen)
         write(own.output, plan.to_json() + "\n")
+        if fused_functions(job.args):
+            sys.stderr.write(
+                f"{PROGRAM}: {own.output} does not name the tensors of what Megatron compiles, and a run that compiles it "
+                "may refuse the file: plan and train with --no-bias-gelu-fusion, --no-bias-swiglu-fusion and "
+                "--no-bias-dropout-fusion.\n"
+            )
     return 0
 
 

@@ -1,5 +1,8 @@
 """Why a buffer got its action."""
 
+import json
+
+from megatron_adacc.planner import LayerPlan, Plan, Recompute
 from megatron_adacc.planner.explain import explain
 from megatron_adacc.planner.problem import BufferItem, CodecChoice, LayerClass, OpItem, Problem
 from megatron_adacc.planner.reason import Reason, table
@@ -72,3 +75,15 @@ def test_without_time_nothing_is_claimed():
     reasons = explain(problem, solve_stage(problem), time_limit_seconds=-1.0)
     assert reasons[2] == Reason((0,), "in", "keep", None, 0.0, 0)  # nothing to ask for
     assert all(reason.more_us >= 0 for reason in reasons)
+
+
+def test_reasons_in_a_plan_file():
+    first = Reason((0, 1, 2, 5), "s", "keep", "recompute", 12.5, -2048, stage=0)
+    second = Reason((3,), "s", "recompute", None, 0.0, 0, proven=False, stage=1)
+    layers = (LayerPlan("00", (("s", Recompute()),), None, 0), LayerPlan("01", (), 3, 1))
+    plan = Plan(layers, "auto", (("seq-length", "64"),), (first, second))
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert json.loads(plan.to_json())["reasons"][0]["layers"] == [[0, 2], [5, 5]]
+    assert again.of_stage(1) == Plan(layers[1:], "auto", plan.notes, (second,))
+    assert "stage" not in json.loads(Plan((LayerPlan("00", ()),)).to_json())["layers"][0]
