@@ -74,8 +74,8 @@ def run(args: Namespace) -> int:
         write(own.output, plan.to_json() + "\n")
         if fused_functions(job.args):
             sys.stderr.write(
-                f"{PROGRAM}: {own.output} does not name the tensors of what Megatron compiles, and a run that compiles it "
-                "may refuse the file: plan and train with --no-bias-gelu-fusion, --no-bias-swiglu-fusion and "
+                f"{PROGRAM}: {own.output} does not name the tensors of what Megatron compiles, and a run that compiles "
+                "it may refuse the file: plan and train with --no-bias-gelu-fusion, --no-bias-swiglu-fusion and "
                 "--no-bias-dropout-fusion.\n"
             )
     return 0
