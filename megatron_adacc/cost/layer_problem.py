@@ -105,7 +105,8 @@ class LayerProblem:
         """Released buffers that recipes pass through: if they were not dropped, the recipes would start from them."""
         if not self.released:
             return set()
-        runs = set(evaluate_layer(self.layer_class, actions).runs)
+        complete = {b.site: actions.get(b.site, "keep" if b.saved else "drop") for b in self.layer_class.buffers}
+        runs = set(evaluate_layer(self.layer_class, complete).runs)
         made = {site for op in self.layer_class.ops if op.name in runs for site in op.writes}
         sites = {b: self.graph.buffers[b].site for b in self.released}
         return {b for b, site in sites.items() if site in made and actions.get(site) == "drop"}
