@@ -33,7 +33,9 @@ from megatron_adacc.runtime.attach import Handle
 from megatron_adacc.runtime.program import EncodeEntry, Entry, Program
 from megatron_adacc.runtime.stash import Stash
 
-SAMPLE = 2**16  # elements that the error is estimated from, about
+# Elements, about, that are looked at: for channel sums, and for the error.
+SAMPLE = 2**18
+ERROR_SAMPLE = 2**14
 
 # An outlier is missed when it is so many times the mean. Where channels are alike some exceed z = 3 by chance, others
 # in each step, and separating a channel of less than twice the mean does not make its group's scale much smaller.
@@ -125,7 +127,7 @@ class Monitor:
                 statistics = None if in_use is None else ChannelStatistics(in_use.num_channels, base.device)
                 seen = self._seen[key] = _Seen(in_use, statistics, error_of(entry.codec, base, state))
             if seen.statistics is not None:
-                seen.statistics.update(base)
+                seen.statistics.update(sample_of(base, entry.codec.channel_axis, SAMPLE))
 
     def judge(self) -> list[Finding]:
         """What the step showed, by layer and site. Waits for the device; with groups, their ranks wait for one
@@ -274,7 +276,7 @@ def overlap_of(sums: Sequence[float], present: Sequence[int], in_use: Collection
 
 def error_of(codec: Codec, x: Tensor, state: State | None) -> Tensor:
     """The module's formula: x [..., channels] -> float32 [], NaN where no channel counts. Does not wait."""
-    x = sample_of(x, codec.channel_axis)
+    x = sample_of(x, codec.channel_axis, ERROR_SAMPLE)
     exact = x.float()
     difference = codec.decode(codec.encode(x, state)).float() - exact
     size, channels = exact.numel(), exact.shape[-1]
@@ -283,12 +285,12 @@ def error_of(codec: Codec, x: Tensor, state: State | None) -> Tensor:
     return torch.where((whole > 0) & whole.isfinite(), wrong / whole, torch.nan).nanmean().sqrt()
 
 
-def sample_of(x: Tensor, channel_axis: int | None) -> Tensor:
-    """Evenly spread rows of x, of about SAMPLE elements together; x itself where it is small, or has its channels along
-    another dimension than the last."""
-    if x.numel() <= SAMPLE or x.dim() < 2 or (channel_axis is not None and channel_axis % x.dim() != x.dim() - 1):
+def sample_of(x: Tensor, channel_axis: int | None, elements: int) -> Tensor:
+    """Evenly spread rows of x, of about so many elements together; x itself where it is small, or has its channels
+    along another dimension than the last."""
+    if x.numel() <= elements or x.dim() < 2 or (channel_axis is not None and channel_axis % x.dim() != x.dim() - 1):
         return x
     rows = x.reshape(-1, x.shape[-1]) if x.is_contiguous() else x
     of_one = rows.numel() // rows.shape[0]
-    step = math.ceil(rows.shape[0] / max(1, SAMPLE // of_one))
+    step = math.ceil(rows.shape[0] / max(1, elements // of_one))
     return rows[::step]

@@ -5,7 +5,7 @@ import torch
 from drifting import Stack, train
 
 from megatron_adacc import codecs, enable_memory_optim
-from megatron_adacc.adaptive.monitor import SAMPLE, _Watched, error_of, outliers_of, overlap_of, sample_of
+from megatron_adacc.adaptive.monitor import _Watched, error_of, outliers_of, overlap_of, sample_of
 from megatron_adacc.adaptive.signals import LossWatch, MemoryWatch
 
 
@@ -39,13 +39,15 @@ def test_the_error_is_the_mean_over_channels():
 
 
 def test_a_sample_is_rows_spread_evenly():
-    x = torch.arange(2 * SAMPLE, dtype=torch.float32).view(16, -1, 128)
-    sample = sample_of(x, None)
-    assert sample.shape == (SAMPLE // 128, 128)
+    x = torch.arange(16 * 64 * 128, dtype=torch.float32).view(16, 64, 128)
+    sample = sample_of(x, None, x.numel() // 2)
+    assert sample.shape == (512, 128)
     assert torch.equal(sample, x.view(-1, 128)[::2])
-    assert sample_of(x, 0) is x
-    assert sample_of(x[:4], -1).shape == (4, SAMPLE // 8 // 128, 128)
-    assert sample_of(x.transpose(0, 1), -1).shape[0] < 16 * 1024 // 128
+    assert sample_of(x, -1, x.numel()) is x
+    assert sample_of(x, 0, 128) is x
+    # Not contiguous: along the first dimension, without a copy.
+    assert sample_of(x.transpose(0, 1), -1, x.numel() // 4).shape == (16, 16, 128)
+    assert sample_of(x, -1, 100).shape == (1, 128)
 
 
 def test_only_the_steps_that_are_checked_are_watched():
