@@ -151,6 +151,21 @@ class Recorder:
                 written.append(buffer)
             self._ops.append(Op(index, call.target, self._path, args, kwargs, (written[-1],), barrier=barrier))
 
+    def _unread(self, tensor: Tensor) -> View:
+        """In place of an argument whose contents the call does not read: one element of new memory, expanded."""
+        index, buffer = len(self._ops), len(self._buffers)
+        view = View(buffer, tuple(tensor.size()), (0,) * tensor.dim(), 0, dtype_name(tensor.dtype))
+        self._buffers.append(
+            Buffer(
+                buffer, self._storages.number(), self._site("unread"), Origin.OP, "", tensor.element_size(), view,
+                writer=index,
+            )
+        )  # fmt: skip
+        kwargs = (("dtype", self._encode(tensor.dtype)), ("device", self._encode(tensor.device)))
+        target = "aten.empty_strided.default"
+        self._ops.append(Op(index, target, self._path, (view.size, view.stride), kwargs, (buffer,)))
+        return view
+
     def _view(self, tensor: Tensor) -> View:
         return self._storages.view(tensor, self._region(tensor))
 

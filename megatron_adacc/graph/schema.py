@@ -69,6 +69,10 @@ UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
     "aten::miopen_batch_norm": (3, 4),
 }
 
+# beta * input + alpha * product: with beta 0 the input, their first argument, is not read. Megatron's unfused
+# attention gives its scores that way a place in memory that all layers use in turn.
+SCALED_SUMS = frozenset({"aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv", "aten::addr"})
+
 EMPTY_OPS = frozenset(
     {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 )
@@ -140,6 +144,13 @@ def overwrites_all(func: Any) -> bool:
     if name in COLLECTIVE_OVERWRITES or name in OVERWRITING:
         return True
     return any(a.kwarg_only and a.alias_info is not None and a.is_out for a in func._schema.arguments)
+
+
+def unread_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The position of a tensor argument whose contents the call does not read, None where it reads all."""
+    if op_name(func) not in SCALED_SUMS or kwargs.get("beta", 1) != 0 or not args:
+        return None
+    return 0 if isinstance(args[0], torch.Tensor) and args[0].layout == torch.strided else None
 
 
 def draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

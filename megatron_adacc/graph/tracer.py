@@ -113,7 +113,8 @@ class Tracer(Recorder, TorchDispatchMode):
         if schema.overwrites_all(func):
             for tensor in self._written(func, args, kwargs):
                 self._carve_scratch(tensor)
-        encoded_args = tuple(self._encode(a) for a in args)
+        unread = schema.unread_argument(func, args, kwargs)
+        encoded_args = tuple(self._unread(a) if i == unread else self._encode(a) for i, a in enumerate(args))
         encoded_kwargs = tuple((k, self._encode(v)) for k, v in kwargs.items())
         barrier = self._barrier(func, args, kwargs)
         result = func(*args, **kwargs)

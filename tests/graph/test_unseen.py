@@ -378,3 +378,23 @@ class ReadsWhatWasThere(nn.Module):
 def test_what_lay_in_scratch_memory_before_is_not_rebuilt() -> None:
     handle = compare(ReadsWhatWasThere)
     assert "recompute" not in [a for s, a in actions(handle).items() if "clone" in s]
+
+
+class ScoresInPlaceOfScratch(nn.Module):
+    """As Megatron's unfused attention: the product's input is scratch memory, times 0, which is written in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.scratch = [torch.full((8, 16), float("nan"))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scratch[0].add_(1.0)
+        scores = torch.addmm(self.scratch[0], x, self.weight, beta=0.0, alpha=0.25)
+        return torch.softmax(scores, -1)
+
+
+def test_an_input_times_zero_is_not_read() -> None:
+    handle = compare(ScoresInPlaceOfScratch)
+    assert actions(handle) == {"/_softmax.0": "recompute"}
