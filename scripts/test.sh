@@ -6,7 +6,7 @@ if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     cat <<'TEXT'
 usage: scripts/test.sh [pytest arguments]
 
-Runs scripts/setup.sh, ruff check, ruff format --check, mypy, and pytest with the given arguments:
+Runs scripts/setup.sh, ruff check, ruff format --check, mypy, and pytest, a worker a core, with the given arguments:
   scripts/test.sh                       everything
   scripts/test.sh tests/test_cli.py -x  one file, stop at the first failure
   scripts/test.sh -m "not distributed"  without the tests that start several processes
@@ -22,4 +22,5 @@ python=$root/.venv/bin/python
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-exec "$python" -m pytest "$@"
+# Half of the tests wait for processes of their own; the other worker goes on meanwhile. A file stays with one worker.
+exec "$python" -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile "$@"
