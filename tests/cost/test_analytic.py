@@ -51,7 +51,7 @@ def graph_of(function, *args):
 
 def only_op(function, *args):
     graph = graph_of(function, *args)
-    (op,) = [op for op in graph.ops if op_leaf(op) not in ("empty", "clone")]
+    (op,) = [op for op in graph.ops if op_leaf(op) not in ("empty", "empty_strided", "clone")]
     return graph, op
 
 

@@ -37,7 +37,7 @@ def test_table_json_picture_and_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert {type(action) for action in actions.values()} == {Keep, Compress, Recompute}
     # A dropped-out tensor comes from its mask: here the products that follow are larger than the mask.
     (dropped,) = [row for row in content["rows"] if row["site"].endswith("attention_dropout/native_dropout.0")]
-    assert (dropped["action"], dropped["recipe_ops"], dropped["bytes"]) == ("recompute", 7, PAIRS * 2)
+    assert (dropped["action"], dropped["recipe_ops"], dropped["bytes"]) == ("recompute", 8, PAIRS * 2)
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert "on v100-32gb under recompute" in page.read_text()
     assert cli.main(["trace", *MODEL, *DEVICE, "--plan", str(plan)]) == 0
