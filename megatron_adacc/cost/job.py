@@ -99,6 +99,8 @@ class Job:
         base = static.total + (0 if self.outer.cuda else static.counters)
         base += max(gathered_bytes(chunk, self.training) for chunk in self.tensors(stage))
         base += self.outer.scratch_bytes + self.outer.batch_bytes + SMALL_BYTES
+        if self.tensor_parallel > 1 and not self.outer.cuda and not self.outer.sequence_parallel:
+            base += self.outer.boundary_bytes  # what gloo copies while it reduces
         head, tied = outer[-1].head, outer[-1].backward
         held = held_bytes(self.schedule, stage, [each.held for each in outer])
         fixed = base + held - head + tied + max(each.stage_gradients for each in outer)

@@ -27,13 +27,14 @@ class Mark:
 class LiveBytes(TorchDispatchMode):
     """Counts storages that ops inside the mode give or read, from when they are first seen until they are freed.
 
-    ``known``: tensors that were there before and are not counted. What a kernel allocates and frees inside one op
-    is not seen. ``at_op`` is called before and after each op."""
+    ``known``: tensors that were there before and are not counted; ``lasting``: so are these storages. What a kernel
+    allocates and frees inside one op is not seen. ``at_op`` is called before and after each op."""
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], lasting: Iterable[StorageWeakRef] = ()) -> None:
         super().__init__()
         self.at_op: Callable[[], None] | None = None
         self._known = [StorageWeakRef(t.untyped_storage()) for t in known if has_plain_storage(t)]
+        self._known += lasting
         self._known_keys = {reference.cdata for reference in self._known}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._watched: dict[int, int] = {}  # key of a storage -> its name
@@ -71,6 +72,12 @@ class LiveBytes(TorchDispatchMode):
         """From now on, count the tensor's storage apart; it goes by ``name``."""
         if has_plain_storage(tensor) and storage_key(tensor) in self._live:
             self._watched[storage_key(tensor)] = name
+
+    def lasting(self) -> list[StorageWeakRef]:
+        """The counted storages that are alive now. When all that was made in between is gone, they are memory that
+        stays from call to call, such as Megatron's global buffer."""
+        self._note()
+        return [reference for reference, _ in self._live.values()]
 
     def _note(self) -> tuple[int, int]:
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_adacc.cost.live_bytes import LiveBytes
 from megatron_adacc.cost.rehearsal import Call, Rehearsal
@@ -118,8 +119,23 @@ def _check(graph: LayerGraph, recording: _Recording) -> None:
         raise OtherSavesError(f"a rehearsal saved {recording.packs} tensors, its trace {len(graph.packs)}")
 
 
-def _run(graph: LayerGraph, call: Call, hold: bool) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    live = LiveBytes([*call.inputs, *call.parameters])
+def _lasting(rehearsal: Rehearsal) -> list[StorageWeakRef]:
+    """Storages that a forward uses and leaves behind for the next one: no layer is to be charged for them."""
+    with rehearsal.begin() as call:
+        live = LiveBytes([*call.inputs, *call.parameters])
+        with live:
+            call.forward(lambda tensor: None, _never)
+        return live.lasting()
+
+
+def _never(handle: Any) -> Tensor:
+    raise AssertionError("a forward without a backward asks for nothing")
+
+
+def _run(
+    graph: LayerGraph, call: Call, hold: bool, lasting: list[StorageWeakRef]
+) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    live = LiveBytes([*call.inputs, *call.parameters], lasting)
     recording = _Recording(graph, live, hold)
     with live:
         live.at_op = recording.at_op
@@ -138,16 +154,17 @@ def _run(graph: LayerGraph, call: Call, hold: bool) -> tuple[tuple[Interval, ...
 
 
 def record(graph: LayerGraph, rehearsal: Rehearsal, gradients_stay: bool = False) -> Timeline:
-    """Run the layer twice forward and once backward.
+    """Run the layer three times forward and once backward.
 
     ``gradients_stay``: parameter gradients made in the backward live on and are part of the base; without it each
     is taken to go, when it is complete, into memory that was there before.
 
     Raises OtherSavesError where the layer then saves other tensors than its graph says."""
+    lasting = _lasting(rehearsal)
     with rehearsal.begin() as call:
-        forward, _ = _run(graph, call, hold=False)
+        forward, _ = _run(graph, call, hold=False, lasting=lasting)
     with rehearsal.begin() as call:
         if not gradients_stay:
             call.drop_parameter_gradients()
-        _, backward = _run(graph, call, hold=True)
+        _, backward = _run(graph, call, hold=True, lasting=lasting)
     return Timeline(forward, backward)
