@@ -8,6 +8,8 @@ import pytest
 # ranks on a small machine are slower with more threads than cores, and no test may ask a hub for a file.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A worker of pytest-xdist sets it, and tables would be cut to it.
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -34,10 +34,11 @@ def run_stubbed(tree: Path, script: str, *arguments: str, failure: str = "none")
 def test_test_sh_checks_style_and_types_and_ends_with_pytest(stubbed_tree):
     here = f"{stubbed_tree}: -m"
     checks = ["setup", f"{here} ruff check .", f"{here} ruff format --check .", f"{here} mypy"]
-    assert run_stubbed(stubbed_tree, "scripts/test.sh") == (0, [*checks, f"{here} pytest"])
-    assert run_stubbed(stubbed_tree, ".ci/run") == (0, [*checks, f"{here} pytest"])
+    workers = f"{here} pytest --numprocesses logical --maxprocesses 4 --dist loadfile"
+    assert run_stubbed(stubbed_tree, "scripts/test.sh") == (0, [*checks, workers])
+    assert run_stubbed(stubbed_tree, ".ci/run") == (0, [*checks, workers])
     code, lines = run_stubbed(stubbed_tree, "scripts/test.sh", "tests/test_cli.py", "-x")
-    assert (code, lines[-1]) == (0, f"{here} pytest tests/test_cli.py -x")
+    assert (code, lines[-1]) == (0, f"{workers} tests/test_cli.py -x")
 
 
 @pytest.mark.parametrize(("failure", "calls"), [("check", 2), ("format", 3), ("mypy", 4), ("pytest", 5)])
