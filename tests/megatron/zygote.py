@@ -8,6 +8,7 @@ Jobs come as JSON lines on standard input: {"script", "arguments", "ranks", "env
 answered with one line on standard output, {"code"}.
 """
 
+import itertools
 import json
 import os
 import runpy
@@ -39,10 +40,22 @@ for name in (
 GRACE_SECONDS = 5.0
 
 
+# Below the ports that a system gives out by itself, and a range for each worker of the suite: between looking and
+# binding nobody else takes a port.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = itertools.cycle(range(20000 + 2500 * (_WORKER % 4), 22500 + 2500 * (_WORKER % 4)))
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, another one each time."""
+    for port in _PORTS:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("a cycle has no end")
 
 
 def be_rank(job: dict, rank: int, port: int) -> None:
