@@ -201,6 +201,9 @@ class Call:
         gradient."""
 
         def drop(parameter: Tensor) -> None:
+            main_grad = getattr(parameter, "main_grad", None)
+            if isinstance(main_grad, Tensor) and parameter.grad is not None and parameter.device.type == "cpu":
+                parameter.grad.to(main_grad.dtype)  # the copy that the CPU makes to add to wider elements
             parameter.grad = None
 
         for parameter in self.parameters:

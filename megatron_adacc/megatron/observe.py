@@ -67,6 +67,7 @@ class Observer:
         self._figures: list[_Figures] = []
         self._layers: list[dict[str, int]] = []
         self._logged = 0
+        self._predictions_known = False
         self._handle: Handle | None = None
         self._report = Report.start(args)
         self._written_at = 0.0
@@ -175,16 +176,18 @@ class Observer:
             self._write()
 
     def _gather_predictions(self, ranks: int) -> None:
-        """What a solved plan promised on each rank, once all ranks have one."""
-        if self._handle is None or self._args.adacc_plan != "auto" or self._report.predicted:
+        """What a solved plan promised on each rank that has layers, once all of these have one. All ranks come here,
+        also those of a stage without layers."""
+        if self._args.adacc_plan != "auto" or self._predictions_known:
             return
-        stage = self._handle.stage
-        own = None if stage is None else {"limit_bytes": stage.limit_bytes, **asdict(stage.predicted)}
+        own: dict[str, Any] | None = {} if self._handle is None else None
+        if self._handle is not None and (stage := self._handle.stage) is not None:
+            own = {"limit_bytes": stage.limit_bytes, **asdict(stage.predicted)}
         found: list[dict[str, Any] | None] = [None] * ranks
         torch.distributed.all_gather_object(found, own)
-        known = [{"rank": rank, **one} for rank, one in enumerate(found) if one is not None]
-        if len(known) == ranks:
-            self._report.predicted = known
+        if None not in found:
+            self._predictions_known = True
+            self._report.predicted = [{"rank": rank, **one} for rank, one in enumerate(found) if one]
 
     def _gather(self, mine: _Figures) -> list[_Figures]:
         # Sizes are not negative: -1 carries "unknown" through the collective.

@@ -49,7 +49,11 @@ PEAKS = {
     "sequence": {"ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     "sequence, half": {"ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True, "adacc_limit": "50%"},
     "pipeline": {"ranks": 2, "pipeline_model_parallel_size": 2, "global_batch_size": 16, "adacc_limit": "40%"},
-}
+    "llama, bf16": {
+        "bf16": True, "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope",
+        "disable_bias_linear": True, "untie_embeddings_and_output_weights": True, "adacc_limit": "50%",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.distributed
@@ -61,6 +65,32 @@ def test_predicted_peak_is_met_from_above(trained, case):
     assert len(predicted) == len(run.report["ranks"])
     for rank in run.report["ranks"]:
         assert rank["peak_bytes"] <= predicted[rank["rank"]]["peak_bytes"] <= 1.05 * rank["peak_bytes"]
+
+
+@pytest.mark.distributed
+def test_a_stage_without_layers_holds_nobody_up(trained):
+    """All ranks gather what was promised; the first stage has the embedding only, and promises nothing."""
+    layout = {"ranks": 2, "pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|ttL"}
+    off, auto = (trained(plan=plan, **SETTINGS | layout) for plan in ("off", "auto"))
+    assert auto.losses == off.losses
+    assert [one["rank"] for one in auto.report["predicted"]] == [1]
+
+
+def test_a_resumed_run_may_have_another_limit(trained, tmp_path):
+    whole = trained(plan="auto", adacc_limit="40%", **SETTINGS | {"iterations": 6})
+    stopped = {"iterations": 6, "exit_interval": 3, "save": tmp_path, "save_interval": 3}
+    first = trained(plan="auto", adacc_limit="40%", **SETTINGS | stopped)
+    rest = trained(plan="auto", adacc_limit="60%", load=tmp_path, **SETTINGS | {"iterations": 6})
+    assert first.losses + rest.losses == whole.losses
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_16_bits(trained, precision):
+    off, auto = (
+        trained(plan=plan, adacc_limit=limit, **SETTINGS | {precision: True})
+        for plan, limit in (("off", None), ("auto", "50%"))
+    )
+    assert auto.losses == off.losses
 
 
 UNEVEN = {
