@@ -203,8 +203,10 @@ def of_chunk(shape: OuterShape, chunk: Chunk) -> OuterBytes:
         # When the weight's gradient is cast, softmax and the output layer's input are gone. That of a tied weight
         # waits, and is cast with the embedding's.
         added = 0 if tied else gradients + shape.cast_bytes - _FP32 * shape.logits - shape.boundary_bytes
-        forward_end = logits + vectors
-        backward_start = max(logits, logits - softmax + gradients, added) + vectors
+        # What an RMSNorm composed in fp32 was given is not saved, and lives on in its caller.
+        given = shape.boundary_bytes if shape.rms_norm and narrow and not shape.cuda else 0
+        forward_end = given + logits + vectors
+        backward_start = given + max(logits, logits - softmax + gradients, added) + vectors
     if chunk.first:
         backward_end = shape.boundary_bytes + shape.weight_gradient_bytes + max(tied, shape.cast_bytes)
     return OuterBytes(
