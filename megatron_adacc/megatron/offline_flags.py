@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.flags import AdaccFlags
-from megatron_adacc.megatron.trace_flags import parse_known
+from megatron_adacc.megatron.trace_flags import completed, parse_known
 
 # The flags of a job that change neither its layers nor its optimizer, by the number of their values.
 _JOB_FLAGS: dict[str | int, str] = {
@@ -36,7 +36,6 @@ _IN_THEIR_PLACE = (
     "--no-gradient-accumulation-fusion",
 )
 
-_DEFAULTS = {"--micro-batch-size": "1", "--seq-length": "256", "--lr": "1e-3"}
 _REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads")
 
 # GPT-2's vocabulary, the one of Megatron's GPT examples.
@@ -117,22 +116,8 @@ def offline_flags(given: Sequence[str]) -> tuple[list[str], list[str]]:
     for own in dataclasses.fields(AdaccFlags):
         parser.add_argument(f"--{own.name.replace('_', '-')}")
     _, kept = parse_known(parser, given)
+    kept = completed(kept, "Offline planning", "configs/gpt_345m.yaml", _REQUIRED)
     names = {token.split("=")[0] for token in kept if token.startswith("--")}
-    if "--yaml-cfg" in names:
-        raise UserError("Offline planning takes Megatron's settings as flags or by --config, not by --yaml-cfg.")
-    missing = [name for name in _REQUIRED if name not in names]
-    if missing:
-        raise UserError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give the model by Megatron's "
-            "flags, or by --config with a file such as configs/gpt_345m.yaml."
-        )
-    for name, value in _DEFAULTS.items():
-        if name not in names:
-            kept += [name, value]
-    if "--max-position-embeddings" not in names:
-        reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        reader.add_argument("--seq-length")
-        kept += ["--max-position-embeddings", parse_known(reader, kept)[0].seq_length]
     assumed = []
     if not names & {"--vocab-size", "--padded-vocab-size"}:
         kept += ["--vocab-size", str(_VOCABULARY)]

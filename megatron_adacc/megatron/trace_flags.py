@@ -84,20 +84,29 @@ def model_flags(given: Sequence[str]) -> list[str]:
                 f"{flag} {vars(left_out)[flag]} needs as many processes, and adacc trace runs in one: leave it out to "
                 "see the layer as a rank holds it that shares it with no other."
             )
-    names = {token.split("=")[0] for token in kept if token.startswith("--")}
+    return [*completed(kept, "adacc trace", "configs/gpt_demo.yaml", _REQUIRED), *_IN_THEIR_PLACE]
+
+
+def completed(kept: Sequence[str], reader: str, example: str, required: Sequence[str]) -> list[str]:
+    """The flags of a model with small defaults, and positions for the whole sequence, where nothing was given.
+
+    Raises UserError, in which ``reader`` reads them and ``example`` is a config, where one of the flags ``required``
+    is missing."""
+    flags = list(kept)
+    names = {token.split("=")[0] for token in flags if token.startswith("--")}
     if "--yaml-cfg" in names:
-        raise UserError("adacc trace takes Megatron's settings as flags or by --config, not by --yaml-cfg.")
-    missing = [name for name in _REQUIRED if name not in names]
+        raise UserError(f"{reader} takes Megatron's settings as flags or by --config, not by --yaml-cfg.")
+    missing = [name for name in required if name not in names]
     if missing:
         raise UserError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give the model by Megatron's "
-            "flags, or by --config with a file such as configs/gpt_demo.yaml."
+            f"flags, or by --config with a file such as {example}."
         )
     for name, value in _DEFAULTS.items():
         if name not in names:
-            kept += [name, value]
+            flags += [name, value]
     if "--max-position-embeddings" not in names:
-        reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        reader.add_argument("--seq-length")
-        kept += ["--max-position-embeddings", parse_known(reader, kept)[0].seq_length]
-    return [*kept, *_IN_THEIR_PLACE]
+        sequence = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        sequence.add_argument("--seq-length")
+        flags += ["--max-position-embeddings", parse_known(sequence, flags)[0].seq_length]
+    return flags
