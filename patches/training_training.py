@@ -2,31 +2,53 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_adacc.patches.patching import Patch
 
-# step(forward_step_func) -> what Megatron's train_step returns
-Step = Callable[[Callable], tuple]
+
+@dataclass(frozen=True)
+class Step:
+    """One training step that is about to run. iteration: counted from 1; model: this rank's model chunks."""
+
+    forward_step: Callable
+    forward_backward: Callable
+    model: list
+    optimizer: Any
+    iteration: int
+    _run: Callable[[Callable, Callable], tuple]
+
+    def run(self, forward_step: Callable, forward_backward: Callable) -> tuple:
+        """What Megatron's train_step returns, with these in place of its own."""
+        return self._run(forward_step, forward_backward)
 
 
-def patches(around_step: Callable[[Step, Callable, list, int], tuple]) -> list[Patch]:
-    """`around_step(step, forward_step_func, model, iteration)` must return step(some forward_step_func).
-
-    model: the list of this rank's model chunks. iteration: of the step that begins, counted from 1.
-    """
+def patches(around_step: Callable[[Step], tuple]) -> list[Patch]:
+    """`around_step(step)` must return step.run(some forward_step, some forward_backward)."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def train_step(
-            forward_step_func: Callable, data_iterator: Any, model: list, *args: Any, **kwargs: Any
+            forward_step_func: Callable,
+            data_iterator: Any,
+            model: list,
+            optimizer: Any,
+            opt_param_scheduler: Any,
+            config: Any,
+            forward_backward_func: Callable,
+            iteration: int | None = None,
+            *args: Any,
+            **kwargs: Any,
         ) -> tuple:
-            def step(forward: Callable) -> tuple:
-                return original(forward, data_iterator, model, *args, **kwargs)
+            def run(forward_step: Callable, forward_backward: Callable) -> tuple:
+                return original(
+                    forward_step, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward,
+                    iteration, *args, **kwargs,
+                )  # fmt: skip
 
-            # `iteration` follows optimizer, opt_param_scheduler, config and forward_backward_func.
-            iteration = kwargs["iteration"] if "iteration" in kwargs else args[4]
-            return around_step(step, forward_step_func, model, int(iteration) + 1)
+            number = int(iteration or 0) + 1
+            return around_step(Step(forward_step_func, forward_backward_func, model, optimizer, number, run))
 
         return train_step
 

@@ -46,6 +46,8 @@ class Config:
         error_band: an error estimate that has grown by more than this factor is a change.
         loss_jump: relative growth of the loss over its running mean that is a change.
         memory_share: share of a GPU's memory above which the peak is a change.
+        check_gradients_every: steps between comparisons of each layer's gradients with exact ones; 0 for none.
+        max_gradient_error: relative error found by such a comparison above which a layer's lossy actions end.
     """
 
     warmup_steps: int = 100
@@ -60,6 +62,8 @@ class Config:
     error_band: float = 1.5
     loss_jump: float = 0.15
     memory_share: float = 0.9
+    check_gradients_every: int = 0
+    max_gradient_error: float = 0.3
 
     def __post_init__(self) -> None:
         for name, (kind, words, fits) in _RULES.items():
@@ -102,15 +106,12 @@ class Config:
     @staticmethod
     def from_yaml(text: str) -> Config:
         """From YAML text; empty text gives the defaults. Raises UserError as from_mapping does, and for no YAML."""
-        try:
-            settings = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UserError(f"The settings of adaptation have to be YAML; these are not: {error}.") from error
-        return Config.from_mapping({} if settings is None else settings)
+        return Config.from_mapping(_settings(text))
 
     @staticmethod
-    def load(path: Path | str) -> Config:
-        """From a YAML file. Raises UserError, naming the file, where it cannot be read or is not right."""
+    def settings_in(path: Path | str) -> dict[str, Any]:
+        """What a YAML file says, by name. Raises UserError, naming the file, where it cannot be read, or is not
+        right."""
         try:
             text = Path(path).read_text()
         except OSError as error:
@@ -118,9 +119,24 @@ class Config:
         except UnicodeDecodeError as error:
             raise UserError(f"The file of settings {path} has to be text in UTF-8; it is not.") from error
         try:
-            return Config.from_yaml(text)
+            settings = _settings(text)
+            Config.from_mapping(settings)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
+        return dict(settings)
+
+    @staticmethod
+    def load(path: Path | str) -> Config:
+        """From a YAML file. Raises UserError, naming the file, where it cannot be read or is not right."""
+        return Config.from_mapping(Config.settings_in(path))
+
+
+def _settings(text: str) -> Mapping[str, Any]:
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"The settings of adaptation have to be YAML; these are not: {error}.") from error
+    return {} if settings is None else settings
 
 
 def _number(fits: Callable[[float], bool]) -> Callable[[float], bool]:
@@ -140,6 +156,8 @@ _RULES: Mapping[str, tuple[type | tuple[type, ...], str, Callable[[Any], bool]]]
     "error_band": ((int, float), "a factor above 1", _number(lambda v: v > 1)),
     "loss_jump": ((int, float), "a number above 0", _number(lambda v: v > 0)),
     "memory_share": ((int, float), "a share above 0, at most 1", _number(lambda v: 0 < v <= 1)),
+    "check_gradients_every": (int, "a whole number of steps, or 0 for never", lambda v: v >= 0),
+    "max_gradient_error": ((int, float), "a number above 0", _number(lambda v: v > 0)),
 })  # fmt: skip
 
 

@@ -6,45 +6,46 @@ runs from beginning to end under one plan and with one list of outlier channels 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_adacc.adaptive.advice import Advice
 from megatron_adacc.adaptive.config import Config
-from megatron_adacc.adaptive.monitor import Finding, Key, Monitor, device_of
+from megatron_adacc.adaptive.gradient_check import GradientCheck
+from megatron_adacc.adaptive.history import (
+    Decision,
+    bytes_by_action,
+    decision_table,
+    plan_changes,
+    predicted_effect,
+)
+from megatron_adacc.adaptive.limits import excess_of, tightened
+from megatron_adacc.adaptive.monitor import Monitor, device_of
+from megatron_adacc.adaptive.news import News, agreed, changes, reasons
+from megatron_adacc.adaptive.policies import layers_of, staged_policy
+from megatron_adacc.adaptive.retry import Retry
 from megatron_adacc.adaptive.schedule import Schedule
 from megatron_adacc.adaptive.signals import LossWatch, MemoryWatch, allocator_peak
-from megatron_adacc.adaptive.staged import Staged, codec_of_role
-from megatron_adacc.cost.limits import Limit
+from megatron_adacc.adaptive.staged import Staged
+from megatron_adacc.adaptive.state import load_state, state_of
+from megatron_adacc.cost.limits import Limit, written_bytes
 from megatron_adacc.cost.stage_plan import StagePlan
-from megatron_adacc.errors import UserError
-from megatron_adacc.graph.model import format_table
 from megatron_adacc.planner import Plan
 from megatron_adacc.runtime.attach import MIN_BYTES, Handle, attach, room_on
-from megatron_adacc.runtime.auto import Auto, Setting
-from megatron_adacc.runtime.key import class_key
-from megatron_adacc.runtime.policy import CompressAll, FromPlan, KeepAll, Policy, RecomputeAll, policy_for
 from megatron_adacc.runtime.report import stage_report
+from megatron_adacc.runtime.setting import Setting
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Decision:
-    """What was changed at the end of a step, and why; one line each."""
-
-    step: int
-    why: tuple[str, ...]
-    changed: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {'; '.join(self.why).rstrip('.')}. {'; '.join(self.changed)}."
+T = TypeVar("T")
 
 
 def enable_memory_optim(
@@ -78,99 +79,249 @@ def enable_memory_optim(
         config = Config.from_mapping(config or {})
     elif not isinstance(config, Config):
         config = Config.load(config)
-    return AdaptiveHandle(_attached(layers_of(model), config, groups), config, groups)
-
-
-def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers in a model; what is given as a list or ModuleList is taken as it is."""
-    if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
-        return list(model)
-    stacks: dict[str, nn.ModuleList] = {}
-    for path, module in model.named_modules():
-        inside = any(path.startswith(f"{outer}.") for outer in stacks)
-        if isinstance(module, nn.ModuleList) and not inside:
-            stacks[path] = module
-    return [layer for stack in stacks.values() for layer in stack] or [model]
+    layers = layers_of(model)
+    setting = None
+    if config.plan == "auto":
+        limit = None if config.limit is None else Limit.parse(config.limit)
+        setting = Setting(limit, room_on, groups=groups, error_budget=config.error_budget, min_bytes=MIN_BYTES)
+    return AdaptiveHandle(attach(layers, staged_policy(config, layers, setting, groups)), config, groups)
 
 
 class AdaptiveHandle:
-    """The attached layers, watched. ``attached`` is attach()'s own handle."""
+    """The attached layers, watched. ``attached`` is attach()'s own handle.
+
+    ``groups``: as for enable_memory_optim(). ``plan_groups``: whose ranks share the plan, the groups among them.
+    ``preserve``: a context that puts back what a forward changes beside torch's default generators."""
 
     def __init__(
         self, attached: Handle, config: Config, groups: Sequence[dist.ProcessGroup] = (),
         peak_share: Callable[[], float | None] | None = None,
+        plan_groups: Sequence[dist.ProcessGroup] | None = None,
+        preserve: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
         self.attached = attached
         self.config = config
         self.decisions: list[Decision] = []
         self.steps = 0  # that have ended
         self.schedule = Schedule.start(config.min_interval, config.max_interval)
-        self._monitor = Monitor(attached, config, groups)
-        self._loss = LossWatch(config.loss_jump)
+        self.monitor = Monitor(attached, config, groups)
+        self.loss_watch = LossWatch(config.loss_jump)
         device = device_of(attached)
         self._memory = MemoryWatch(config.memory_share, peak_share or (lambda: allocator_peak(device)))
-        self._lists_to_come: dict[Key, tuple[int, ...]] = {}
+        self._plan_groups = [g for g in (groups if plan_groups is None else plan_groups) if g.size() > 1]
+        self._gradients = GradientCheck(attached, preserve)
+        self._advice = Advice()
+        self._first_measured = False
         self._detached = False
+        self._look_ahead()
 
-    def step(self, loss: float | Tensor | None = None) -> None:
+    @property
+    def policy(self) -> Staged:
+        """What makes the plans."""
+        policy = self.attached.policy
+        assert isinstance(policy, Staged)
+        return policy
+
+    def step(self, loss: float | Tensor | None = None, peak_bytes: int | None = None) -> None:
         """A training step has ended, its backward included.
 
         Args:
             loss: the step's, one number, the same on all ranks of the groups. A tensor on a GPU is waited for.
-        """
+            peak_bytes: of the device in this step, where it was measured; the largest of all ranks that share the
+                plan. On a GPU the allocator's own is taken.
+
+        Raises UserError where a new plan is needed and ranks have other layers."""
         if self._detached:
             return
         self.steps += 1
-        why: list[str] = []
-        changed: list[str] = []
-        if self._lists_to_come:
-            self._place_lists_to_come()
-        if self.schedule.due(self.steps):
-            self._check(why, changed)
-        jump = None if loss is None else self._loss.jump(float(loss))
-        why += [] if jump is None else [jump]
-        self._enter_lossy_stage(why, changed)
-        self.schedule = self.schedule.after(self.steps, bool(why))
-        if why:
-            self._decide(why, changed)
-        if self.schedule.due(self.steps + 1):
-            self._monitor.arm()
+        news = News()
+        jump = None if loss is None else self.loss_watch.jump(float(loss))
+        if jump is not None:
+            news.why.append(jump)
+            news.again = self.policy.lossy and not self.attached.plan.lossless
+        checked = self.schedule.due(self.steps)
+        if checked:
+            self._check(news)
+        self._compare_gradients(news)
+        self._correct_memory(peak_bytes, news)
+        if checked or self._gradients_due(self.steps):
+            own = bool(news.why)
+            news = agreed(news, self._plan_groups)
+            if checked and news.why and not own:
+                self.monitor.references = {}  # another rank's new list changes the mean error here, too
+        self._act(news)
+        self._enter_lossy_stage(news)
+        self.schedule = self.schedule.after(self.steps, bool(news.why))
+        if news.why:
+            self._decide(news)
+        if checked:
+            self._advise()
+        self._look_ahead()
 
-    def _check(self, why: list[str], changed: list[str]) -> None:
-        findings = [finding for finding in self._monitor.judge() if finding.changed]
-        self._monitor.disarm()
-        self._monitor.place_lists({f.key: f.listed.channels for f in findings if f.listed is not None})
+    def _check(self, news: News) -> None:
+        findings = [finding for finding in self.monitor.judge() if finding.changed]
+        self.monitor.disarm()
+        self.monitor.place_lists({f.key: f.listed.channels for f in findings if f.listed is not None})
         for finding in findings:
-            why += _reasons(finding)
-            changed += _changes(finding)
-        peak = self._memory.above()
-        why += [] if peak is None else [peak]
-        if self._monitor.agreed(bool(why)) and not why:
-            why.append("another rank found a change")
-            self._monitor.references = {}  # its new list changes the mean error here, too
+            news.why += reasons(finding)
+            news.changed += changes(finding)
+            if finding.error_grew:
+                news.errors[finding.key.site] = max(
+                    news.errors.get(finding.key.site, 1.0), finding.error / finding.reference
+                )
+        above = self._memory.above()
+        if above is not None:
+            words, news.over_share = above
+            way_out = "" if self.policy.auto else ": use a smaller micro-batch, or the plan 'auto'"
+            news.why.append(words + way_out)
 
-    def _enter_lossy_stage(self, why: list[str], changed: list[str]) -> None:
-        policy = self.attached.policy
-        if not isinstance(policy, Staged):
+    def _gradients_due(self, step: int) -> bool:
+        every = self.config.check_gradients_every
+        return bool(every) and step % every == 0
+
+    def _compare_gradients(self, news: News) -> None:
+        """What a check of gradients found; layers whose error is too large lose their lossy actions."""
+        if not self._gradients_due(self.steps):
             return
+        self._gradients.disarm()
+        found = {place: c for place, c in self._gradients.found.items() if c.error}
+        for place, comparison in sorted(found.items()):
+            logger.info(
+                "step %d: gradients of layer %d have relative error %.3g, cosine %.6f.",
+                self.steps, place, comparison.error, comparison.cosine,
+            )  # fmt: skip
+            if comparison.error > self.config.max_gradient_error:
+                news.why.append(
+                    f"the gradients of layer {place} have a relative error of {comparison.error:.3g}, above "
+                    f"max_gradient_error {self.config.max_gradient_error:g}"
+                )
+                news.exact.add(place)
+
+    def _correct_memory(self, peak_bytes: int | None, news: News) -> None:
+        """What the first step under a solved plan measured corrects what the model said of all that is not layers."""
+        stage = self.stage
+        if peak_bytes is None or stage is None or stage.limit.total_bytes is None or self._first_measured:
+            return
+        self._first_measured = True
+        more = peak_bytes - stage.predicted.peak_bytes
+        if peak_bytes > stage.limit_bytes:
+            news.why.append(
+                f"the peak was {written_bytes(peak_bytes)}, {written_bytes(more)} above its prediction and more than "
+                f"the limit of {written_bytes(stage.limit_bytes)}"
+            )
+            news.more_bytes = more
+            news.resolve = True
+        elif more > 0:
+            logger.warning(
+                "The step's peak was %s, %.1f %% above its prediction; it fits into the limit.",
+                written_bytes(peak_bytes), 100 * more / stage.predicted.peak_bytes,
+            )  # fmt: skip
+
+    def _act(self, news: News) -> None:
+        """Change the plan as the news asks, the same on all ranks that share it."""
+        auto, stage = self.policy.auto, self.stage
+        if news.exact:
+            self.policy.withdraw(news.exact)
+            news.resolve = True
+            if auto is None:
+                news.changed.append(f"from now on layers {sorted(news.exact)} are lossless")
+        if auto is None or stage is None:
+            return
+        change = auto.solver.change
+        for site, factor in news.errors.items():
+            change.errors[site] = change.errors.get(site, 1.0) * factor
+            news.resolve = news.resolve or bool(auto.setting.error_budget)
+        if news.over_share:
+            news.resolve |= self._lower(news.over_share)
+        change.more_bytes += news.more_bytes
+        if news.again:
+            self.monitor.disarm()
+            auto.forget()
+            self.attached.trace_again()
+            news.changed.append("the layers are traced again, and the errors of lossy actions measured anew")
+        elif news.resolve:
+            self._solve_again(news)
+
+    def _lower(self, share: float) -> bool:
+        """Lower the limit by what the peak was above its share of the device."""
+        auto, stage = self.policy.auto, self.stage
+        assert auto is not None
+        assert stage is not None
+        total = stage.limit.total_bytes
+        if total is None:
+            return False
+        excess = (share - self.config.memory_share) * self._memory.total_bytes(device_of(self.attached))
+        auto.solver.change.limit = Limit(total_bytes=max(1, int(total - excess)))
+        return True
+
+    def _solve_again(self, news: News) -> None:
+        auto, before = self.policy.auto, self.stage
+        assert auto is not None
+        assert before is not None
+        auto.solve_again(least=True)
+        after = auto.stage
+        assert after is not None
+        found = plan_changes(before.plan, after.plan, len(self.attached.forwards))
+        news.changed += found or ["the plan is still the best"]
+        news.effect = predicted_effect(before.predicted, after.predicted) if found else ""
+
+    def _enter_lossy_stage(self, news: News) -> None:
+        policy = self.policy
         if self.steps == self.config.warmup_steps:
             policy.begin_lossy()
         if policy.trace_again:
             policy.trace_again = False
-            self._monitor.disarm()
+            self.monitor.disarm()
             self.attached.trace_again()
-            why.append(policy.refusal or f"{self.steps} steps of warm-up have ended")
-            changed.append(f"from the next step on the plan is {policy.name!r} and may be lossy")
+            news.why.append(policy.refusal or f"{self.steps} steps of warm-up have ended")
+            news.changed.append(f"from the next step on the plan is {policy.name!r} and may be lossy")
 
-    def _decide(self, why: list[str], changed: list[str]) -> None:
-        changed.append(f"next check after step {self.schedule.next_check}")
-        self.decisions.append(Decision(self.steps, tuple(why), tuple(changed)))
+    def _decide(self, news: News) -> None:
+        news.changed.append(f"next check after step {self.schedule.next_check}")
+        plan = bytes_by_action(self.attached)
+        self.decisions.append(Decision(self.steps, tuple(news.why), tuple(news.changed), news.effect, plan))
         logger.info("%s", self.decisions[-1])
 
-    def _place_lists_to_come(self) -> None:
-        if any(forward.cache.traces() for forward in self.attached.forwards):
-            self._monitor.place_lists(self._lists_to_come)
-            self._lists_to_come = {}
+    def _advise(self) -> None:
+        """Say what a person may want to change; each thing once."""
+        for line in self._advice.on(self):
+            logger.warning("%s", line)
+
+    def _look_ahead(self) -> None:
+        """Get ready for what the next step is looked at for."""
+        if self.schedule.due(self.steps + 1):
+            self.monitor.arm()
+        if self._gradients_due(self.steps + 1):
+            self._gradients.arm()
+
+    def memory_excess(self) -> int:
+        """Bytes that are held now beyond the limit of the solved plan; 0 where there is none. On a GPU by its
+        allocator; on the CPU by what the layers hold for their backward beyond what the plan says."""
+        return 0 if self.stage is None else excess_of(self.stage, self.stored_bytes, device_of(self.attached))
+
+    def run(self, forward_backward: Callable[[], T], undo: Callable[[], None]) -> T:
+        """Run the forward and backward of a step, and meet a failed allocation: see adaptive/retry.py.
+
+        Args:
+            forward_backward: may be called more than once; without the optimizer's step.
+            undo: puts back what it has changed: gradients, the position in the data."""
+        return Retry(self).run(forward_backward, undo)
+
+    def tighten(self, why: str, excess_bytes: int) -> bool:
+        """A step did not get its memory: make the next plan smaller, by the excess or else by a twentieth of what the
+        activations may take. All ranks that share the plan call it. False where no plan can be made smaller."""
+        auto, stage = self.policy.auto, self.stage
+        if auto is None or stage is None:
+            return False
+        before = stage.predicted
+        auto.solver.change.limit = tightened(stage, excess_bytes)
+        news = News(why=[f"a step did not get its memory: {why}"])
+        self._solve_again(news)
+        if self.stage is not None and self.stage.predicted.peak_bytes >= before.peak_bytes:
+            return False
+        self._decide(news)
+        self._look_ahead()
+        return True
 
     @property
     def plan(self) -> Plan:
@@ -180,13 +331,11 @@ class AdaptiveHandle:
     @property
     def stage(self) -> StagePlan | None:
         """What the solver answered last, under "auto", once it has been asked."""
-        policy = self.attached.policy
-        current = policy.current if isinstance(policy, Staged) else policy
-        return current.stage if isinstance(current, Auto) else None
+        return None if self.policy.auto is None else self.policy.auto.stage
 
     def outlier_lists(self) -> dict[tuple[int, str], tuple[int, ...]]:
         """By layer and site, the channels that its outlier columns hold, as far as layers have settled."""
-        return {(key.place, key.site): channels for key, channels in self._monitor.lists().items()}
+        return {(key.place, key.site): channels for key, channels in self.monitor.lists().items()}
 
     def stored_bytes(self) -> int:
         """As attach()'s handle says."""
@@ -194,71 +343,34 @@ class AdaptiveHandle:
 
     def gradient_errors(self, loss: Callable[[], Tensor]) -> dict[str, float]:
         """As attach()'s handle says. What its forwards encode is not counted in a check."""
-        armed = self.schedule.due(self.steps + 1)
-        self._monitor.disarm()
+        self.monitor.disarm()
+        self._gradients.disarm()
         try:
             return self.attached.gradient_errors(loss)
         finally:
-            if armed:
-                self._monitor.arm()
+            self._look_ahead()
 
     def report(self) -> str:
         """The report of attach()'s handle, then one row for each decision."""
         heading = f"decisions in {self.steps} steps; next check after step {self.schedule.next_check}"
-        rows = [(str(d.step), "; ".join(d.why), "; ".join(d.changed)) for d in self.decisions]
-        table = format_table([("step", "why", "what changed"), *rows]) if rows else "none"
-        staged = self.stage is not None and self.attached.stage is None
-        parts = [stage_report(self.stage)] if staged and self.stage is not None else []
-        return "\n\n".join([*parts, self.attached.report(), f"{heading}\n{table}"])
+        parts = [stage_report(self.stage)] if self.stage is not None else []
+        return "\n\n".join([*parts, self.attached.report(), f"{heading}\n{decision_table(self.decisions)}"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state as builtins, for a checkpoint: steps, schedule, stage, running mean of the loss, error references,
-        outlier lists and decisions. The plan is not in it: it is made anew."""
-        policy = self.attached.policy
-        return {
-            "steps": self.steps,
-            "schedule": self.schedule.to_data(),
-            "lossy": isinstance(policy, Staged) and policy.lossy,
-            "loss_mean": self._loss.mean,
-            "references": [[*_of(key), error] for key, error in self._monitor.references.items()],
-            "lists": [
-                [*_of(key), list(channels)] for key, channels in (self._monitor.lists() | self._lists_to_come).items()
-            ],
-            "decisions": [[d.step, list(d.why), list(d.changed)] for d in self.decisions],
-        }
+        """Its state as builtins, for a checkpoint (adaptive/state.py)."""
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict(). Outlier lists are put in where a layer has settled, else at the end of the first
-        step: until then layers fill their columns with the channels of their own first forward.
-
-        Raises UserError when it is no such state."""
-        try:
-            steps, lossy, mean = int(state["steps"]), bool(state["lossy"]), state["loss_mean"]
-            mean = None if mean is None else float(mean)
-            references = {Key(p, s, c): float(error) for p, s, c, error in state["references"]}
-            lists = {Key(p, s, c): tuple(map(int, channels)) for p, s, c, channels in state["lists"]}
-            decisions = [Decision(step, tuple(why), tuple(changed)) for step, why, changed in state["decisions"]]
-            schedule = self.schedule.from_data(state["schedule"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"This is no state of an adaptive handle: {error!s}.") from error
-        self._monitor.disarm()
-        policy = self.attached.policy
-        if isinstance(policy, Staged) and lossy:
-            policy.begin_lossy()
-            policy.trace_again = False
-            self.attached.trace_again()
-        self.steps, self.schedule, self.decisions = steps, schedule, decisions
-        self._loss.mean = mean
-        self._monitor.references = references
-        taken = self._monitor.place_lists(lists)
-        self._lists_to_come = {key: channels for key, channels in lists.items() if key not in taken}
-        if self.schedule.due(self.steps + 1):
-            self._monitor.arm()
+        """Go on from a state_dict(), between steps. Raises UserError when it is no such state."""
+        self.monitor.disarm()
+        self._gradients.disarm()
+        load_state(self, state)
+        self._look_ahead()
 
     def detach(self) -> None:
         """Give the layers their own forward back. A second call does nothing. Raises as attach()'s handle does."""
         self._detached = True
-        self._monitor.disarm()
+        self.monitor.disarm()
         self.attached.detach()
 
     def __enter__(self) -> Self:
@@ -268,54 +380,5 @@ class AdaptiveHandle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._detached = True
-        self._monitor.disarm()
+        self.monitor.disarm()
         self.attached.__exit__(kind, error, trace)
-
-
-def _attached(layers: list[nn.Module], config: Config, groups: Sequence[dist.ProcessGroup]) -> Handle:
-    if config.plan == "auto":
-        return _attached_to_auto(layers, config, groups)
-    policy: Policy
-    if config.plan == "compress":
-        policy = CompressAll(MIN_BYTES, codec_of_role=codec_of_role(config.compression_levels))
-    else:
-        policy = policy_for(config.plan, MIN_BYTES)
-    lossless = isinstance(policy, KeepAll | RecomputeAll) or (isinstance(policy, FromPlan) and policy.plan.lossless)
-    if config.warmup_steps and not lossless:
-        policy = Staged(RecomputeAll(MIN_BYTES), policy)
-    return attach(layers, policy)
-
-
-def _attached_to_auto(layers: list[nn.Module], config: Config, groups: Sequence[dist.ProcessGroup]) -> Handle:
-    limit = None if config.limit is None else Limit.parse(config.limit)
-    lossy = Setting(limit, room_on, groups=groups, error_budget=config.error_budget, min_bytes=MIN_BYTES)
-    if not config.error_budget or not config.warmup_steps:
-        return attach(layers, "auto", setting=lossy)
-    places: dict[Hashable, list[int]] = {}
-    for place, layer in enumerate(layers):
-        places.setdefault(class_key(layer), []).append(place)
-    classes = tuple(map(tuple, places.values()))
-    return attach(layers, Staged(Auto(replace(lossy, error_budget=0.0), classes), Auto(lossy, classes)))
-
-
-def _of(key: Key) -> tuple[int, str, int]:
-    return key.place, key.site, key.channels
-
-
-def _reasons(finding: Finding) -> list[str]:
-    where = f"layer {finding.key.place} {finding.key.site}"
-    found = []
-    if finding.listed is not None:
-        found.append(f"{where}: {finding.overlap:.0%} of its outliers were in the outlier columns")
-    if finding.error_grew:
-        found.append(f"{where}: its error grew from {finding.reference:.3g} to {finding.error:.3g}")
-    return found
-
-
-def _changes(finding: Finding) -> list[str]:
-    if finding.listed is None or finding.before is None:
-        return []
-    new, old = set(finding.listed.channels), set(finding.before.channels)
-    more = f", no column for {finding.without_column} more" if finding.without_column else ""
-    where = f"layer {finding.key.place} {finding.key.site}"
-    return [f"{where}: channels in {sorted(new - old)}, out {sorted(old - new)}{more}"]

@@ -100,18 +100,25 @@ class Monitor:
         self.disarm()
         self._seen = {}
         for program in dict.fromkeys(program for _, program in self._programs()):
-            watched = {entry.index: entry for entry in watchable(program)}
-            if watched:
-                self._armed.append((program, program.entries))
-                program.entries = tuple(
-                    _Watched(watched[e.index], self) if e.index in watched else e for e in program.entries
-                )
+            self._watch(program)
+        for cache in self._handle.caches:
+            cache.watch = self._watch
 
     def disarm(self) -> None:
         """Give the programs their own entries back."""
+        for cache in self._handle.caches:
+            cache.watch = None
         for program, entries in self._armed:
             program.entries = entries
         self._armed = []
+
+    def _watch(self, program: Program) -> None:
+        watched = {entry.index: entry for entry in watchable(program)}
+        if watched:
+            self._armed.append((program, program.entries))
+            program.entries = tuple(
+                _Watched(watched[e.index], self) if e.index in watched else e for e in program.entries
+            )
 
     def see(self, stash: Stash, entry: EncodeEntry, tensor: Tensor) -> None:
         """One tensor that was encoded just now. Layers in eval mode are not looked at."""
@@ -119,7 +126,7 @@ class Monitor:
             return
         with torch.no_grad():
             base = base_of(tensor.detach(), entry.view, entry.buffer)
-            state = stash.program.states(stash.module).get(entry.buffer.index)
+            state = stash.program.states.known(stash.module, entry.state_key)
             in_use = state if isinstance(state, OutlierState) else None
             key = Key(self._places[id(stash.module)], entry.site, base.shape[-1])
             seen = self._seen.get(key)
@@ -136,40 +143,27 @@ class Monitor:
             self._reduce(group)
         return [self._finding(key, self._seen[key]) for key in sorted(self._seen)]
 
-    def agreed(self, changed: bool) -> bool:
-        """Whether any rank of the groups says so: all then look again in the same step."""
-        for group in self._groups:
-            answers: list[bool] = [False] * group.size()
-            dist.all_gather_object(answers, changed, group=group)
-            changed = any(answers)
-        return changed
-
     def place_lists(self, lists: Mapping[Key, Sequence[int]]) -> set[Key]:
         """Give layers these outlier channels; the keys of those that took them: a layer has to have settled, and its
         plan as many columns."""
         taken = set()
-        for place, program in self._programs():
-            module = self._handle.forwards[place].module
-            states = program.states(module)
-            for entry in watchable(program):
-                key = Key(place, entry.site, entry.buffer.base.size[-1])
-                state = states.get(entry.buffer.index)
-                if key in lists and isinstance(state, OutlierState) and len(state.channels) == len(lists[key]):
+        states = self._handle.states
+        for place, forward in enumerate(self._handle.forwards):
+            for known, state in list(states.outliers(forward.module)):
+                key = Key(place, known.site, known.channels)
+                if key in lists and len(state.channels) == len(lists[key]):
                     made = OutlierState.from_channels(lists[key], state.num_channels, state.columns.device)
-                    states[entry.buffer.index] = made
+                    states.replace(forward.module, known, made)
                     taken.add(key)
         return taken
 
     def lists(self) -> dict[Key, tuple[int, ...]]:
         """The outlier channels in use."""
-        found = {}
-        for place, program in self._programs():
-            states = program.states(self._handle.forwards[place].module)
-            for entry in watchable(program):
-                state = states.get(entry.buffer.index)
-                if isinstance(state, OutlierState):
-                    found[Key(place, entry.site, state.num_channels)] = state.channels
-        return found
+        return {
+            Key(place, known.site, known.channels): state.channels
+            for place, forward in enumerate(self._handle.forwards)
+            for known, state in self._handle.states.outliers(forward.module)
+        }
 
     def _programs(self) -> Iterator[tuple[int, Program]]:
         """The settled programs of each layer."""

@@ -3,21 +3,30 @@
 Columns for outlier channels, and under "auto" the errors of lossy actions, are taken from tensors of the training.
 Those of the first steps of a model say little, so the second stage begins after the warm-up and sees the tensors as
 they are then: its layers are traced again.
+
+It is also where a plan is changed from outside: one that was in force before a restart goes on, and a layer's lossy
+actions are withdrawn.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
+
+import torch.distributed as dist
 
 from megatron_adacc.cost.measured import Shared
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.timing import Sample
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph import Evidence, LayerGraph, Role
-from megatron_adacc.planner import LayerPlan
-from megatron_adacc.runtime.policy import CODEC_OF_ROLE, Policy
+from megatron_adacc.graph.serialize import fingerprint
+from megatron_adacc.planner import LayerPlan, Plan
+from megatron_adacc.runtime.agree import check_equal, first_rank_says
+from megatron_adacc.runtime.attach import MIN_BYTES
+from megatron_adacc.runtime.auto import Auto
+from megatron_adacc.runtime.policy import CODEC_OF_ROLE, CompressAll, FromPlan, Policy, RecomputeAll, fitting
 
 CODEC_OF_LEVEL = MappingProxyType({
     "outlier_separated": "outlier_int4",
@@ -47,14 +56,21 @@ def codec_of_role(levels: Mapping[str, str]) -> Mapping[Role, str]:
 
 class Staged:
     """See the module. ``lossy`` says which stage it is; ``trace_again`` asks for new traces at the end of the step;
-    ``refusal`` is why the first stage ended before its time, if it did."""
+    ``refusal`` is why the first stage ended before its time, if it did.
 
-    def __init__(self, first: Policy, later: Policy) -> None:
-        self.current = first
+    ``first`` is None where there is nothing to wait for. ``groups``: process groups whose ranks follow the first one's
+    plan; a solver knows them itself. ``exact``: places of layers whose lossy actions have been withdrawn."""
+
+    def __init__(self, first: Policy | None, later: Policy, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        self._groups = [group for group in groups if group.size() > 1]
+        self.current = later if first is None else first
         self.trace_again = False
-        self._later = later
-        self._generations = 0  # of the first stage, once it has ended
         self.refusal: str | None = None
+        self.exact: frozenset[int] = frozenset()
+        self._later = later
+        self._given: Plan | None = None
+        self._agreed: dict[str, LayerPlan] = {}  # by fingerprint, where the ranks' own tensors may say other things
+        self._generations = 0  # of stages that have ended, and of changes made here
 
     @property
     def name(self) -> str:
@@ -68,14 +84,54 @@ class Staged:
     def lossy(self) -> bool:
         return self.current is self._later
 
+    @property
+    def auto(self) -> Auto | None:
+        """The policy that a solver answers for, if it is one."""
+        return self.current if isinstance(self.current, Auto) else None
+
     def begin_lossy(self) -> None:
         """Enter the second stage; a second call does nothing."""
-        if not self.lossy:
-            self._generations = self.current.generation + 1
-            self.current = self._later
-            self.trace_again = True
+        if self.lossy:
+            return
+        if isinstance(self.current, Auto) and isinstance(self._later, Auto):
+            self._later.take_over(self.current)
+        self._generations += self.current.generation + 1
+        self.current = self._later
+        self._given, self._agreed = None, {}
+        self.trace_again = True
+
+    def resume(self, plan: Plan, lossy: bool, exact: Collection[int]) -> None:
+        """Go on with a plan that was in force before, until it is changed."""
+        if lossy:
+            self.begin_lossy()
+        self.trace_again = False
+        self.exact = frozenset(exact)
+        if self.auto is not None:
+            self.auto.given = plan
+            self.auto.solver.change.exact = set(exact)
+        elif not isinstance(self.current, FromPlan):
+            self._given, self._agreed = plan, {}
+        self._generations += 1
+
+    def withdraw(self, places: Collection[int]) -> None:
+        """Lossy actions of the layers at these places end. Under "auto" that is for the solver."""
+        self.exact |= frozenset(places)
+        if self.auto is not None:
+            self.auto.solver.change.exact = set(self.exact)
+        else:
+            self._generations += 1
 
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
+        if layer in self.exact and self.auto is None:
+            return RecomputeAll(MIN_BYTES).layer_plan(graph, evidence, layer, settled)
+        if layer_plan := self._agreed.get(fingerprint(graph)) if settled else None:
+            return fitting(layer_plan, graph, evidence) or self.current.layer_plan(graph, evidence, layer, settled)
+        if self._given is not None:
+            sites = [graph.buffers[b].site for b in graph.saved]
+            found = self._given.find(fingerprint(graph), sites, layer)
+            given = None if found is None else fitting(found, graph, evidence)
+            if given is not None:
+                return given
         return self.current.layer_plan(graph, evidence, layer, settled)
 
     def settle(
@@ -84,6 +140,16 @@ class Staged:
     ) -> None:  # fmt: skip
         with self._lossy_where_nothing_fits():
             self.current.settle(seen, unseen, sample, rehearsal, shared)
+        if isinstance(self.current, CompressAll):
+            self._agree(sample)
+
+    def _agree(self, sample: Sample) -> None:
+        """How many outlier columns a plan reserves depends on tensors, which ranks have others of: the first rank's
+        plan is for all. Raises UserError on all ranks where one has another layer."""
+        name = fingerprint(sample.graph)
+        check_equal([f"a {sample.graph.module} with graph {name}"], self._groups)
+        own = self.layer_plan(sample.graph, sample.evidence, -1, True)
+        self._agreed[name] = first_rank_says(own, self._groups)
 
     def join(self, place: int, graph: LayerGraph) -> None:
         with self._lossy_where_nothing_fits():

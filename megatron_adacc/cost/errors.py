@@ -137,14 +137,24 @@ def _measuring(graph: LayerGraph, rehearsal: Rehearsal) -> Iterator[Callable[[Se
         yield error_of
 
 
-def error_beside_exact(graph: LayerGraph, rehearsal: Rehearsal, inexact: Callable[[Call], Tensor]) -> float:
-    """e of the module's formula for a whole call: ``inexact`` runs ``call.forward`` under hooks of its own, with the
-    random numbers and the gradient of the outputs that the exact run has. Infinite where a gradient is not finite."""
+@dataclass(frozen=True)
+class Comparison:
+    """``error``: e of the module's formula, infinite where a gradient is not finite. ``cosine``: of the angle between
+    the two sets of gradients, each tensor scaled to norm 1 as in e; NaN where one is not finite."""
+
+    error: float
+    cosine: float
+
+
+def beside_exact(graph: LayerGraph, rehearsal: Rehearsal, inexact: Callable[[Call], Tensor]) -> Comparison:
+    """A whole call: ``inexact`` runs ``call.forward`` under hooks of its own, with the random numbers and the gradient
+    of the outputs that the exact run has."""
     with rehearsal.begin() as call:
         exact = _Exact.of(_Leaves(call).gradients(call.forward(Tensor.detach, lambda tensor: tensor)), graph)
     with rehearsal.begin() as call:
         leaves = _Leaves(call)
-        return exact.error_of(leaves.gradients(inexact(call)))
+        found = leaves.gradients(inexact(call))
+        return Comparison(exact.error_of(found), exact.cosine_of(found))
 
 
 @dataclass(frozen=True)
@@ -268,6 +278,20 @@ class _Exact:
         squares = [(d / norm) ** 2 for d, norm in zip(_norms(differences), self.norms, strict=True)]
         error = math.sqrt(sum(squares) / len(squares))
         return error if math.isfinite(error) else math.inf
+
+    def cosine_of(self, gradients: Gradients) -> float:
+        """See Comparison; 1 where no gradient counts."""
+        measured = [gradients[kind][place] for kind, place in self.kept]
+        if not measured:
+            return 1.0
+        products, squares = 0.0, 0.0
+        for found, exact, norm in zip(measured, self.gradients, self.norms, strict=True):
+            if found is None:
+                return math.nan
+            products += float((found.double() * exact.double()).sum()) / norm**2
+            squares += float(found.double().square().sum()) / norm**2
+        cosine = products / math.sqrt(squares * len(measured)) if squares else math.nan
+        return cosine if math.isfinite(cosine) else math.nan
 
 
 def _norms(tensors: Collection[Tensor]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -43,6 +44,20 @@ class Limit:
         if factor is None:
             raise UserError(f"The limit {text!r} has an unknown unit: use B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %.")
         return Limit(total_bytes=int(number * factor))
+
+    def to_data(self) -> list[int | None]:
+        """As builtins: total bytes, and numerator and denominator of the share."""
+        share = self.share
+        return [self.total_bytes, *((None, None) if share is None else (share.numerator, share.denominator))]
+
+    @staticmethod
+    def from_data(data: Sequence[int | None]) -> Limit:
+        """The limit of :meth:`to_data`. Raises ValueError when it is none."""
+        total, numerator, denominator = data
+        share = None if numerator is None else Fraction(numerator, denominator)
+        if (total is None) == (share is None):
+            raise ValueError(f"a limit is bytes or a share, not {data!r}")
+        return Limit(total, share)
 
     def __str__(self) -> str:
         if self.share is not None:

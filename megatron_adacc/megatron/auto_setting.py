@@ -6,23 +6,25 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_adacc.adaptive.config import Config
 from megatron_adacc.cost.in_flight import Schedule, heaviest, moments
 from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.stage_plan import Room
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.read_job import job_of_args, schedule_of_args
-from megatron_adacc.runtime.auto import Setting
+from megatron_adacc.megatron.redo import TrackerStates
+from megatron_adacc.runtime.setting import Setting
 
 
-def setting_of(args: Namespace, chunk_of: list[int]) -> Setting:
+def setting_of(args: Namespace, config: Config, chunk_of: list[int]) -> Setting:
     """The setting of this rank. ``chunk_of``: by place of an attached layer, the model chunk that it lies in.
 
     Raises UserError where a limit in bytes needs the memory model and that does not know the job's kind of model, and
     for a limit that cannot be read."""
     from megatron.core import parallel_state
 
-    limit = None if args.adacc_limit is None else Limit.parse(args.adacc_limit)
+    limit = None if config.limit is None else Limit.parse(config.limit)
     schedule = schedule_of_args(args)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     alive = heaviest(schedule, stage, [chunk_of.count(c) for c in range(schedule.chunks)])
@@ -52,7 +54,7 @@ def setting_of(args: Namespace, chunk_of: list[int]) -> Setting:
         groups=tuple(groups),
         main_gradients=True,
         preserve=random_states_put_back,
-        error_budget=args.adacc_error_budget,
+        error_budget=config.error_budget,
     )
 
 
@@ -76,15 +78,8 @@ def _moments(schedule: Schedule, stage: int) -> tuple[tuple[int, tuple[int, ...]
 @contextlib.contextmanager
 def random_states_put_back() -> Iterator[None]:
     """Inside, layers may draw from Megatron's tracker of random states; afterwards it is as it was."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
-    states = tracker.get_states()
-    # With CUDA graphs the states are generators, which draws move; else tensors, which draws replace.
-    moved = {name: state.get_state() for name, state in states.items() if isinstance(state, torch.Generator)}
+    states = TrackerStates()
     try:
         yield
     finally:
-        tracker.set_states(states)
-        for name, state in moved.items():
-            states[name].set_state(state)
+        states.put_back()

@@ -4,6 +4,7 @@ import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field, fields
 
+from megatron_adacc.adaptive.config import Config
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.devices import DEVICES
 from megatron_adacc.errors import UserError
@@ -28,6 +29,40 @@ class AdaccFlags:
     adacc_error_budget: float = field(default=0.0, metadata={"argparse_meta": {"metavar": "ERROR"}})
     """For --adacc-plan auto: the relative gradient error that lossy actions may cost, as the root mean square over the
     layers, such as 0.02. Default: 0, nothing lossy."""
+
+    adacc_config: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "FILE"}})
+    """A YAML file with settings of adaptation by name (docs/adaptation.md); flags come before it. It may name the plan,
+    too."""
+
+    adacc_warmup_steps: int | None = field(default=None, metadata={"argparse_meta": {"type": int, "metavar": "N"}})
+    """Steps under a lossless plan before a lossy one begins. Default: 100."""
+
+    adacc_min_interval: int | None = field(default=None, metadata={"argparse_meta": {"type": int, "metavar": "N"}})
+    """Steps from a check that changed something to the next. Default: 1."""
+
+    adacc_max_interval: int | None = field(default=None, metadata={"argparse_meta": {"type": int, "metavar": "N"}})
+    """Steps between checks while nothing changes. Default: 64."""
+
+    adacc_outlier_threshold: float | None = field(
+        default=None, metadata={"argparse_meta": {"type": float, "metavar": "Z"}}
+    )
+    """z of a channel's magnitude above which it is an outlier. Default: 3."""
+
+    adacc_compression_levels: str | None = field(
+        default=None, metadata={"argparse_meta": {"type": str, "metavar": "LEVELS"}}
+    )
+    """For --adacc-plan compress: Linear=LEVEL,Attention=LEVEL with the levels outlier_separated, channel_wise, direct
+    or none. Default: Linear=outlier_separated,Attention=channel_wise."""
+
+    adacc_check_gradients_every: int | None = field(
+        default=None, metadata={"argparse_meta": {"type": int, "metavar": "N"}}
+    )
+    """Every N steps compare each layer's gradients with exact ones, and log it. Default: never."""
+
+    adacc_max_gradient_error: float | None = field(
+        default=None, metadata={"argparse_meta": {"type": float, "metavar": "ERROR"}}
+    )
+    """Relative error in such a comparison above which a layer's lossy actions end. Default: 0.3."""
 
     adacc_device: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "choices": list(DEVICES)}})
     """Where to train: cpu or cuda. Default: cuda where a GPU answers, else cpu."""
@@ -59,8 +94,74 @@ def complete(args: Namespace, given: list[str]) -> None:
             )
         for flag in fields(AdaccFlags):
             setattr(args, flag.name, flag.default)
+    _take_plan_of_file(args, given)
     strategies.get(args.adacc_plan).apply(args)
     _check_auto(args)
+    _check_adaptation(args)
+
+
+# Settings of adaptation that have a flag of their own.
+_SETTINGS = (
+    "warmup_steps",
+    "min_interval",
+    "max_interval",
+    "outlier_threshold",
+    "compression_levels",
+    "check_gradients_every",
+    "max_gradient_error",
+)
+
+
+def config_of(args: Namespace) -> Config | None:
+    """The settings of adaptation: flags, before the file, before the defaults; None for a plan that is not ours.
+
+    Raises UserError for settings that are not right."""
+    if strategies.get(args.adacc_plan).plan is None:
+        return None
+    settings = {} if args.adacc_config is None else Config.settings_in(args.adacc_config)
+    settings["plan"] = args.adacc_plan
+    if args.adacc_limit is not None:
+        settings["limit"] = args.adacc_limit
+    if args.adacc_error_budget:
+        settings["error_budget"] = args.adacc_error_budget
+    given = {name: getattr(args, f"adacc_{name}") for name in _SETTINGS}
+    if given["compression_levels"] is not None:
+        given["compression_levels"] = _levels(given["compression_levels"])
+    return Config.from_mapping(settings | {name: value for name, value in given.items() if value is not None})
+
+
+def _levels(text: str) -> dict[str, str]:
+    pairs = [part.split("=") for part in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise UserError(
+            f"--adacc-compression-levels is {text!r}, but it must be like "
+            "Linear=outlier_separated,Attention=channel_wise."
+        )
+    return {target.strip(): level.strip() for target, level in pairs}
+
+
+def _take_plan_of_file(args: Namespace, given: list[str]) -> None:
+    """The file of settings may name the plan where the command line does not."""
+    if args.adacc_config is None or any(token.split("=")[0] == "--adacc-plan" for token in given):
+        return
+    plan = Config.settings_in(args.adacc_config).get("plan")
+    if not isinstance(plan, str):
+        raise UserError(
+            f"--adacc-config {args.adacc_config} does not name a plan, and neither does the command line: add "
+            "--adacc-plan auto, or plan: auto to the file."
+        )
+    args.adacc_plan = plan
+
+
+def _check_adaptation(args: Namespace) -> None:
+    """Raises UserError for settings that are not right, or that the plan does not look at."""
+    given = [name for name in ("config", *_SETTINGS) if getattr(args, f"adacc_{name}") is not None]
+    if given and strategies.get(args.adacc_plan).plan is None:
+        raise UserError(
+            f"--adacc-{given[0].replace('_', '-')} is for plans of ours; --adacc-plan {args.adacc_plan} is Megatron's "
+            "own and does not adapt: leave it out, or use --adacc-plan auto."
+        )
+    config_of(args)
 
 
 def _check_auto(args: Namespace) -> None:

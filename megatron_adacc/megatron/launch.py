@@ -168,6 +168,7 @@ def _apply_patches(device: str, arguments: list[str]) -> None:
         patching,
         training_argument_utils,
         training_arguments,
+        training_checkpointing,
         training_initialize,
         training_training,
     )
@@ -186,8 +187,11 @@ def _apply_patches(device: str, arguments: list[str]) -> None:
         checks.check_arguments(args)
         if args.adacc_plan != "off" or args.adacc_report is not None:
             from megatron_adacc.megatron.observe import Observer
+            from megatron_adacc.megatron.saved_state import SavedState
 
-            patching.apply(training_training.patches(Observer(args).around_step))
+            saved = SavedState()
+            patching.apply(training_training.patches(Observer(args, saved).around_step))
+            patching.apply(training_checkpointing.patches(saved.entry, saved.loaded))
         if strategies.get(args.adacc_plan).plan is not None:
             from megatron_adacc.megatron.layer import marked
 

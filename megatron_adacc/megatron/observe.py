@@ -12,19 +12,19 @@ import logging
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from megatron_adacc.adaptive.controller import AdaptiveHandle
 from megatron_adacc.atomic import write_text
-from megatron_adacc.megatron import strategies
+from megatron_adacc.megatron.adaptation import Adaptation, attach_adaptation
 from megatron_adacc.megatron.console import say
-from megatron_adacc.megatron.layer import attach_plan
 from megatron_adacc.megatron.report import Report, Row
+from megatron_adacc.megatron.saved_state import SavedState
 from megatron_adacc.patches.training_training import Step
-from megatron_adacc.runtime.attach import Handle
 from megatron_adacc.runtime.held import HeldMeter
 from megatron_adacc.runtime.peak import PeakMeter
 
@@ -55,8 +55,9 @@ def _loss(losses: dict[str, torch.Tensor]) -> float | None:
 class Observer:
     """Measures the steps of one run on this rank."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, saved: SavedState) -> None:
         self._args = args
+        self._saved = saved
         self._held: list[HeldMeter] = []
         self._peak: PeakMeter | None = None
         self._layers_of_chunks: dict[int, dict[str, int]] = {}
@@ -68,21 +69,26 @@ class Observer:
         self._layers: list[dict[str, int]] = []
         self._logged = 0
         self._predictions_known = False
-        self._handle: Handle | None = None
+        self._handle: AdaptiveHandle | None = None
+        self._adaptation: Adaptation | None = None
         self._report = Report.start(args)
         self._written_at = 0.0
         self._last_losses: dict[str, torch.Tensor] = {}
         self._last_iteration = 0
         atexit.register(self._finish)
 
-    def around_step(self, step: Step, forward_step: Callable, model: list, iteration: int) -> tuple:
-        """Run one step with its forwards measured; logs at the log interval. `iteration` counts from 1."""
+    def around_step(self, step: Step) -> tuple:
+        """Run one step with its forwards measured; logs at the log interval, and lets the plan adapt at its end."""
+        model, iteration = step.model, step.iteration
         held, peak = self._start(model)
         self._held_bytes = 0
+        adaptation = self._adaptation
 
-        @functools.wraps(forward_step)
+        @functools.wraps(step.forward_step)
         def measured(*args: Any, **kwargs: Any) -> Any:
-            result = forward_step(*args, **kwargs)
+            result = step.forward_step(*args, **kwargs)
+            if adaptation is not None:
+                adaptation.after_forward()
             chunk = next(index for index, candidate in enumerate(model) if candidate is args[1])
             if isinstance(result[0], torch.Tensor) and result[0].grad_fn is not None:
                 forward = held[chunk].measure(result[0])
@@ -90,10 +96,13 @@ class Observer:
                 self._held_bytes = max(self._held_bytes, forward.total_bytes)
             return result
 
+        forward_backward = step.forward_backward
+        if adaptation is not None:
+            forward_backward = adaptation.forward_backward(forward_backward, model, step.optimizer)
         peak.start_step()
         start = time.perf_counter()
         try:
-            result = step(measured)
+            result = step.run(measured, forward_backward)
         finally:
             milliseconds = (time.perf_counter() - start) * 1e3
             figures = peak.end_step()
@@ -101,6 +110,8 @@ class Observer:
         self._skipped += int(result[1])
         self._last_iteration, self._last_losses = iteration, result[0]
         self._figures.append(_Figures(self._held_bytes, figures.peak_bytes, figures.rss_peak_bytes))
+        if adaptation is not None:
+            adaptation.after_step(_loss(result[0]), figures.peak_bytes)
         last = iteration >= (self._args.train_iters or 0)
         self._describe(last)
         if iteration % self._args.log_interval == 0 or last:
@@ -115,7 +126,9 @@ class Observer:
         if self._peak is None:
             from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
-            self._handle = attach_plan(strategies.get(self._args.adacc_plan), model, self._args)
+            self._adaptation = attach_adaptation(model, self._args, self._saved)
+            self._handle = None if self._adaptation is None else self._adaptation.handle
+            self._saved.resume(self._args, say)
             for chunk in model:
                 layers = {
                     f"layer.{module.layer_number}": module

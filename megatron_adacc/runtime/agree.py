@@ -42,9 +42,13 @@ def agreement(traced: Traced) -> Callable[[Collection[int]], Collection[int]] | 
     return shared
 
 
-def check_equal(lines: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> None:
+def check_equal(
+    lines: Sequence[str], groups: Sequence[dist.ProcessGroup],
+    what: str = "other layers than rank {other}, which must train by the same plan",
+) -> None:  # fmt: skip
     """All ranks of each group say the same ``lines``, or UserError on all of them, naming a rank that differs from
-    the group's first and the first difference. All ranks call this at the same point."""
+    the group's first and the first difference. ``what``: what the lines are of. All ranks call this at the same
+    point."""
     differences: list[str] = []
     for group in groups:
         if group.size() == 1:
@@ -57,8 +61,8 @@ def check_equal(lines: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> No
             if different is not None:
                 ranks = dist.get_process_group_ranks(group)
                 differences.append(
-                    f"Rank {ranks[rank]} has other layers than rank {ranks[0]}, which must train by the same plan: "
-                    f"{different[1]} where rank {ranks[0]} has {different[0]}."
+                    f"Rank {ranks[rank]} has {what.format(other=ranks[0])}: {different[1]} where rank {ranks[0]} has "
+                    f"{different[0]}."
                 )
                 break
     # A group whose own ranks agree must hear of another's difference, or it would wait for ranks that have stopped.
@@ -69,3 +73,13 @@ def check_equal(lines: Sequence[str], groups: Sequence[dist.ProcessGroup]) -> No
             differences = [text for several in everyone for text in several]
     if differences:
         raise UserError(differences[0])
+
+
+def first_rank_says[T](value: T, groups: Sequence[dist.ProcessGroup]) -> T:
+    """The value of the rank that is the first of all groups, on all ranks. All call this at the same point."""
+    for group in groups:
+        if group.size() > 1:
+            box = [value]
+            dist.broadcast_object_list(box, group=group, group_src=0)
+            value = box[0]
+    return value

@@ -17,12 +17,14 @@ from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.planner import LayerPlan, Plan
-from megatron_adacc.runtime.auto import Auto, Setting
+from megatron_adacc.runtime.auto import Auto
 from megatron_adacc.runtime.gradient_errors import error_table, gradients, named_parameters, relative_error
 from megatron_adacc.runtime.key import LiveState, class_key, numbering_attributes
 from megatron_adacc.runtime.layer import LayerForward
 from megatron_adacc.runtime.policy import Policy, policy_for
 from megatron_adacc.runtime.report import report, stage_report
+from megatron_adacc.runtime.setting import Setting
+from megatron_adacc.runtime.states import CodecStates
 from megatron_adacc.runtime.traces import TraceCache
 
 MIN_BYTES = 1024
@@ -86,7 +88,8 @@ def attach(
         policy = policy_for(str(plan) if isinstance(plan, Path) else plan, min_bytes)
     else:
         policy = plan
-    caches = {key: TraceCache(policy, traces_per_class, tuple(members)) for key, members in classes.items()}
+    states = CodecStates()
+    caches = {key: TraceCache(policy, traces_per_class, tuple(members), states) for key, members in classes.items()}
     numbering = {key: numbering_attributes(members) for key, members in classes.items()}
     stashes: WeakSet[Any] = WeakSet()
     forwards = []
@@ -94,7 +97,7 @@ def attach(
         name = f"layer {place} ({type(module).__name__})"
         live_state = LiveState(module, numbering[key])
         forwards.append(LayerForward(module, name, place, caches[key], live_state, stashes))
-    return Handle([f.install() for f in forwards], list(caches.values()), stashes, policy)
+    return Handle([f.install() for f in forwards], list(caches.values()), stashes, policy, states)
 
 
 def room_on(device: torch.device) -> Room:
@@ -133,9 +136,11 @@ class Handle:
     """The attached layers. ``detach()`` undoes attach(); graphs and stashes in flight stay valid."""
 
     def __init__(
-        self, forwards: list[LayerForward], caches: list[TraceCache], stashes: WeakSet[Any], policy: Policy
-    ) -> None:
+        self, forwards: list[LayerForward], caches: list[TraceCache], stashes: WeakSet[Any], policy: Policy,
+        states: CodecStates,
+    ) -> None:  # fmt: skip
         self._forwards = forwards
+        self.states = states
         self._caches = caches
         self._stashes = stashes
         self._policy = policy
@@ -159,6 +164,11 @@ class Handle:
     def forwards(self) -> list[LayerForward]:
         """What stands in for each layer's forward, by the layer's place."""
         return list(self._forwards)
+
+    @property
+    def caches(self) -> list[TraceCache]:
+        """The traces of each layer class."""
+        return list(self._caches)
 
     @property
     def policy(self) -> Policy:

@@ -10,36 +10,32 @@ is kept.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_adacc.cost.cache import PriceCache
 from megatron_adacc.cost.errors import gradient_errors, lossy_choices
 from megatron_adacc.cost.layer_problem import Offer, bitmask_offers, layer_problem
-from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.measured import MeasuredPrices, Shared
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.simulate import Simulator
-from megatron_adacc.cost.stage_plan import ClassFacts, Room, StagePlan, given_stage, plan_stage
+from megatron_adacc.cost.stage_plan import ClassFacts, StagePlan
 from megatron_adacc.cost.timeline import OtherSavesError, Timeline, record
 from megatron_adacc.cost.timing import Sample
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph
-from megatron_adacc.graph.recipes import group_recipes
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.graph.verify import Evidence
-from megatron_adacc.planner import Keep, LayerPlan, Plan, Recompute
-from megatron_adacc.runtime.agree import check_equal
-from megatron_adacc.runtime.policy import RecomputeAll
+from megatron_adacc.planner import LayerPlan, Plan
+from megatron_adacc.runtime.policy import RecomputeAll, fitting
+from megatron_adacc.runtime.setting import Setting
+from megatron_adacc.runtime.stage_solver import StageSolver
 
 logger = logging.getLogger(__name__)
 
@@ -47,33 +43,6 @@ ERROR_SECONDS = 5.0  # for measuring what lossy actions cost, a layer class
 
 # A layer that has not settled after others, which have, began this many forwards is not waited for.
 PATIENCE = 3
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What auto plans for.
-
-    ``limit``: None for what the device has, less a reserve. ``room``: called when the problem is solved, with
-    the device; what the activations share it with. ``chunk_of``: by place of a layer, the virtual pipeline stage
-    that it lies in, 0 where it is not named; ``in_flight``: by virtual stage, micro-batches held at the peak.
-    ``groups``: process groups, each rank of which trains the same layers and gets the plan of the group's first.
-    ``error_budget``: as in :func:`plan_stage`.
-    ``preserve``: a context that puts back what a forward of the layers changes beside torch's default generators.
-    ``main_gradients``: parameter gradients are added to memory that is in the room already, as Megatron's are."""
-
-    limit: Limit | None
-    room: Callable[[torch.device], Room]
-    chunk_of: Sequence[int] = ()
-    in_flight: Sequence[int] = (1,)
-    groups: Sequence[dist.ProcessGroup] = ()
-    preserve: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    main_gradients: bool = False
-    error_budget: float = 0.0
-    min_bytes: int = 1024
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.error_budget < math.inf:
-            raise UserError(f"The error budget is {self.error_budget}, but an error is a number from 0 up.")
 
 
 @dataclass(frozen=True)
@@ -88,13 +57,17 @@ class _Cover:
 
 @dataclass
 class Auto:
-    """See the module. One object serves all layers of a call of attach()."""
+    """See the module. One object serves all layers of a call of attach().
+
+    ``given``: a plan that is in force from the first forward on, and stays as long as it fits, as one of a
+    checkpoint."""
 
     setting: Setting
     classes: tuple[tuple[int, ...], ...]
     name: str = "auto"
     generation: int = 0
     stage: StagePlan | None = None
+    given: Plan | None = None
     startup_seconds: float = 0.0
     _facts: dict[str, ClassFacts] = field(default_factory=dict)  # by fingerprint of the graph
     _cover: dict[int, _Cover] = field(default_factory=dict)  # by place, what the layer is planned as
@@ -102,6 +75,9 @@ class Auto:
     _plans: dict[int, LayerPlan] = field(default_factory=dict)  # by place
     _begun: dict[tuple[int, ...], int] = field(default_factory=dict)
     _measured: MeasuredPrices | None = None
+
+    def __post_init__(self) -> None:
+        self.solver = StageSolver(self.setting)
 
     def begin(self, places: tuple[int, ...]) -> None:
         """A step begins for these layers; a layer that never comes, or never does the same, is not waited for."""
@@ -116,15 +92,16 @@ class Auto:
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         """The solved plan as far as it goes for this graph; before, everything that can be is recomputed."""
         fallback = RecomputeAll(self.setting.min_bytes).layer_plan(graph, evidence, layer, settled)
-        if self.stage is None or not settled:
+        plan = self.given if self.stage is None else self.stage.plan
+        if plan is None or (self.stage is not None and not settled):
             return fallback
         sites = {graph.buffers[b].site: b for b in graph.saved}
         found = self._plans.get(layer)
         if found is None:
-            found = self.stage.plan.find(fingerprint(graph), sites, layer)
-        if found is None or any(site not in sites for site, _ in found.actions):
+            found = plan.find(fingerprint(graph), sites, layer)
+        if found is None:
             return fallback
-        return _fitting(found, graph, evidence, sites) or fallback
+        return fitting(found, graph, evidence) or fallback
 
     def settle(
         self, seen: Collection[int], unseen: Collection[int], sample: Sample, rehearsal: Rehearsal,
@@ -209,96 +186,43 @@ class Auto:
 
     def _solve(self) -> None:
         """The first rank of the groups solves; all get its plan, or its error."""
-        device = next(iter(self._facts.values())).simulator.device
         names = self._names()
-        facts = self._parts(names)
-        check_equal([line for fact in facts for line in described(fact)], self.setting.groups)
-        limit, room = self.setting.limit or device_limit(device), self.setting.room(device)
-        own: StagePlan | None = None
-        message: tuple[str | None, str | None] = (None, None)  # the plan, or why there is none
-        if all(group.rank() == 0 for group in self.setting.groups):
-            try:
-                own = self._solved(facts, limit, room)
-                message = (own.plan.to_json(), None)
-            except UserError as error:
-                message = (None, str(error))
-        for group in self.setting.groups:
-            if group.size() > 1:
-                box = [message]
-                dist.broadcast_object_list(box, group=group, group_src=0)
-                message = box[0]
-        text, refusal = message
-        if refusal is not None:
-            raise UserError(refusal)
-        assert text is not None
-        self.stage = own or given_stage(facts, Plan.from_json(text), limit, room)
+        given, self.given = self.given, None
+        self._take(self.solver.solve(self.solver.parts(self._facts, names), given))
         self._solved_for = names
+
+    def solve_again(self, least: bool = False) -> None:
+        """Solve once more, with what the solver's ``change`` says by now; before the first answer that is left to it.
+        All ranks of the groups call it between the same two steps.
+
+        Raises UserError where nothing fits, unless ``least``: then the plan of the least memory is taken."""
+        if self.stage is not None:
+            self._take(self.solver.solve(self.solver.parts(self._facts, self._names()), least=least))
+
+    def forget(self) -> None:
+        """Learn all layers anew as they are traced again; until then everything that can be is recomputed."""
+        self._facts, self._cover, self._plans, self._begun = {}, {}, {}, {}
+        self._solved_for, self.stage = None, None
+        self.solver.change.errors = {}
+        self.generation += 1
+
+    def take_over(self, other: Auto) -> None:
+        """Go on with what another one has learned of the limit and of the memory."""
+        self.solver.change.limit = other.solver.change.limit
+        self.solver.change.more_bytes = other.solver.change.more_bytes
+
+    def _take(self, stage: StagePlan) -> None:
+        self.stage = stage
         self._plans = {}
-        for fact in facts:
+        for fact in stage.facts:
             graph = fact.problem.graph
             for place in fact.places:
-                found = self.stage.plan.find(fingerprint(graph), [graph.buffers[b].site for b in graph.saved], place)
+                found = stage.plan.find(fingerprint(graph), [graph.buffers[b].site for b in graph.saved], place)
                 if found is not None:
                     self._plans[place] = found
         self.generation += 1
-
-    def _parts(self, names: Mapping[int, str]) -> list[ClassFacts]:
-        """One class for each graph and virtual pipeline stage, in the order of execution: stages differ in how many
-        micro-batches are in flight."""
-        chunk_of, in_flight = self.setting.chunk_of, self.setting.in_flight
-        places: dict[tuple[int, str], list[int]] = {}
-        for place in sorted(names):
-            chunk = chunk_of[place] if place < len(chunk_of) else 0
-            places.setdefault((chunk, names[place]), []).append(place)
-        parts = [
-            self._facts[name].part(tuple(found), chunk, in_flight[chunk]) for (chunk, name), found in places.items()
-        ]
-        return sorted(parts, key=lambda fact: (fact.layer_class.chunk, fact.places[0]))
-
-    def _solved(self, facts: Sequence[ClassFacts], limit: Limit, room: Room) -> StagePlan:
-        """The fastest plan; lossy actions are on offer where an error is allowed."""
-        if self.setting.error_budget:
-            facts = [fact.lossy for fact in facts]
-        return plan_stage(facts, limit, room, error_budget=self.setting.error_budget)
-
-
-def _fitting(plan: LayerPlan, graph: LayerGraph, evidence: Evidence, sites: Mapping[str, int]) -> LayerPlan | None:
-    """The plan with what this graph has not proven kept; None where the rest then cannot be recomputed."""
-    actions = tuple(
-        (site, action)
-        for site, action in plan.actions
-        if not isinstance(action, Recompute) or sites[site] in evidence.verified
-    )
-    chosen = dict(actions)
-    dropped = [b for s, b in sites.items() if isinstance(chosen.get(s, Keep()), Recompute)]
-    try:
-        group_recipes(graph, set(sites.values()) - set(dropped), dropped)
-    except ValueError:
-        return None
-    return LayerPlan(fingerprint(graph), actions, plan.layer)
-
-
-def described(fact: ClassFacts) -> list[str]:
-    """What a plan depends on and all ranks that follow it must have in common, one line a buffer."""
-    places = ", ".join(map(str, fact.places))
-    return [f"layers {places} of {fact.problem.graph.module}"] + [
-        f"{b.site} of {b.bytes} bytes" + (", held under any plan" if b.must_hold else "")
-        for b in fact.layer_class.buffers
-        if b.saved
-    ]
 
 
 def gradient_bytes(module: nn.Module) -> int:
     """Bytes of the gradients that a backward will make and leave."""
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad and p.grad is None)
-
-
-def device_limit(device: torch.device) -> Limit:
-    """What a plan may use where nothing was said: the device's memory less a reserve of 5 %."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        import psutil
-
-        total = psutil.virtual_memory().total
-    return Limit(total_bytes=int(0.95 * total))

@@ -24,7 +24,7 @@ from megatron_adacc.runtime.graph_walk import storages_of
 from megatron_adacc.runtime.key import LiveState, arguments_key, environment_key
 from megatron_adacc.runtime.program import Program
 from megatron_adacc.runtime.stash import Stash, unpack
-from megatron_adacc.runtime.traces import Trace, TraceCache
+from megatron_adacc.runtime.traces import LookedAt, Trace, TraceCache
 
 if TYPE_CHECKING:
     from typing import Self
@@ -113,6 +113,9 @@ class LayerForward:
             self.cache.forget(key)
             return self._trace(self.cache.get(key, self.layer), args, kwargs)
         program = self.cache.program(trace, self.layer)
+        if self.cache.look is not None:
+            rehearsal = Rehearsal(self.module, self.original, args, kwargs)
+            self.cache.look(LookedAt(self.layer, self.module, program, rehearsal))
         stash = Stash(program, self.module, self.name)
         self._stashes.add(stash)
         stash.begin(tensors)
@@ -171,6 +174,8 @@ class LayerForward:
                 lambda graph: self._sources(graph, held_inputs), rehearsal,
             )  # fmt: skip
             self._stash_afterwards(program, held_inputs, handles)
+        if self.cache.look is not None:
+            self.cache.look(LookedAt(self.layer, self.module, program, rehearsal))
         return output
 
     def _stash_afterwards(self, program: Program, inputs: list[Tensor], handles: list[_Deferred]) -> None:

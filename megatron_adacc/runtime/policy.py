@@ -14,9 +14,10 @@ from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.timing import Sample
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import FLOAT_DTYPES, LayerGraph, Origin, Role
+from megatron_adacc.graph.recipes import group_recipes
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.graph.verify import Evidence, is_dense
-from megatron_adacc.planner import Action, Compress, LayerPlan, Plan, Recompute
+from megatron_adacc.planner import Action, Compress, Keep, LayerPlan, Plan, Recompute
 
 BITMASK = Compress("bitmask")
 DIRECT_INT4 = Compress("group_int4", (("scale", "paper"),))
@@ -210,6 +211,26 @@ class FromPlan(FixedPolicy):
                 raise UserError(f"Plan {self.plan.name} recomputes {site}, which is not possible: {reason}.")
             actions.append((site, action))
         return LayerPlan(fingerprint(graph), tuple(actions), found.layer)
+
+
+def fitting(plan: LayerPlan, graph: LayerGraph, evidence: Evidence) -> LayerPlan | None:
+    """The plan with what this graph has not proven kept; None where it names what the graph does not save, or the rest
+    then cannot be recomputed."""
+    sites = {graph.buffers[b].site: b for b in graph.saved}
+    if any(site not in sites for site, _ in plan.actions):
+        return None
+    actions = tuple(
+        (site, action)
+        for site, action in plan.actions
+        if not isinstance(action, Recompute) or sites[site] in evidence.verified
+    )
+    chosen = dict(actions)
+    dropped = [b for s, b in sites.items() if isinstance(chosen.get(s, Keep()), Recompute)]
+    try:
+        group_recipes(graph, set(sites.values()) - set(dropped), dropped)
+    except ValueError:
+        return None
+    return LayerPlan(fingerprint(graph), actions, plan.layer)
 
 
 def policy_for(plan: str | Plan, min_bytes: int) -> Policy:

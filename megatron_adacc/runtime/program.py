@@ -19,6 +19,7 @@ from megatron_adacc.graph.storages import storage_key, version_watch
 from megatron_adacc.planner import Action, Compress, Keep, LayerPlan, Recompute
 from megatron_adacc.runtime.errors import TraceMismatchError
 from megatron_adacc.runtime.stash import Dropped, Encoded, Held, Packing, Source, Stash, Weight
+from megatron_adacc.runtime.states import CodecStates, StateKey
 
 SMALL_SAMPLE = 2**18  # elements
 
@@ -113,6 +114,8 @@ class EncodeEntry(Entry):
         self.state = state
         self.is_source = is_source
         self.view = pack.view
+        channels = buffer.base.size[-1] if buffer.base.size else 1
+        self.state_key = StateKey(buffer.site, codec, channels)
 
     def pack(self, stash: Stash, tensor: Tensor) -> Encoded:
         self.check(stash, tensor)
@@ -120,19 +123,15 @@ class EncodeEntry(Entry):
         packing = stash.packings.get(index)
         if packing is None:
             base = base_of(tensor.detach(), self.view, self.buffer)
-            packed = self.codec.encode(base, self.state if self.state is not None else self._observed(stash, base))
+            packed = self.codec.encode(base, self.state if self.state is not None else self.known(stash, base))
             packing = stash.packings[index] = Packing(stash, self.codec, packed)
             if self.is_source:
                 stash.sources[index] = packing
         return Encoded(packing, version_watch(tensor), self.index, self.loader, self.site)
 
-    def _observed(self, stash: Stash, base: Tensor) -> State | None:
-        states = stash.program.states(stash.module)
-        try:
-            return states[self.buffer.index]
-        except KeyError:
-            state = states[self.buffer.index] = self.codec.observe(base)
-            return state
+    def known(self, stash: Stash, base: Tensor) -> State | None:
+        """What the codec is to know about this buffer of this layer."""
+        return stash.program.states.of(stash.module, self.state_key, base)
 
 
 @dataclass(frozen=True)
@@ -150,14 +149,15 @@ class Constants:
 class Program:
     """Compiled once for each graph and layer plan; shared by all calls. Holds constants, no activations.
 
-    ``mask_state``: where bitmask notes, on CUDA, what is not two-valued after all. Raises ValueError, naming the
-    site, when the plan recomputes a buffer that has no recipe."""
+    ``states``: what codecs know about the layers' buffers. ``mask_state``: where bitmask notes, on CUDA, what is not
+    two-valued after all. Raises ValueError, naming the site, when the plan recomputes a buffer that has no recipe."""
 
     def __init__(
-        self, graph: LayerGraph, plan: LayerPlan, context: Context, constants: Constants,
+        self, graph: LayerGraph, plan: LayerPlan, context: Context, constants: Constants, states: CodecStates,
         mask_state: BitmaskState | None = None,
     ) -> None:  # fmt: skip
         self.graph = graph
+        self.states = states
         self.plan = plan
         self.context = context
         self.constants = constants
@@ -185,7 +185,6 @@ class Program:
         wanted = sorted(packed_weights | set(self.weight_sources))
         self._weight_names = tuple((b, graph.buffers[b].name) for b in wanted if b not in constants.tensors)
         self._places: WeakKeyDictionary[nn.Module, list[tuple[int, nn.Module, str]]] = WeakKeyDictionary()
-        self._states: WeakKeyDictionary[nn.Module, dict[int, State | None]] = WeakKeyDictionary()
         self._sources = frozenset(sources)
         self.entries = tuple(self._entry(pack) for pack in graph.packs)
         self._again: dict[tuple[int, frozenset[int]], Replayer] = {}
@@ -228,14 +227,6 @@ class Program:
 
     def action(self, buffer: int) -> Action:
         return self._actions.get(buffer, Keep())
-
-    def states(self, module: nn.Module) -> dict[int, State | None]:
-        """What the codecs know about the buffers of this layer (its outlier channels), by buffer. An encode that finds
-        nothing here observes its tensor first, which waits for the device: in a layer's first forward, then never."""
-        found = self._states.get(module)
-        if found is None:
-            found = self._states[module] = {}
-        return found
 
     def packed_bytes(self, buffer: int) -> int:
         """Bytes in which the plan holds a buffer that it compresses, in any layer; 0 for one that it does not."""

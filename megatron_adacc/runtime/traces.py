@@ -36,10 +36,21 @@ from megatron_adacc.runtime.agree import agreement
 from megatron_adacc.runtime.mask_check import MaskCheck
 from megatron_adacc.runtime.policy import Policy
 from megatron_adacc.runtime.program import Constants, Program
+from megatron_adacc.runtime.states import CodecStates
 
 logger = logging.getLogger(__name__)
 
 MAX_TRACES = 4
+
+
+@dataclass(frozen=True)
+class LookedAt:
+    """A call that is about to run: of the layer at a place, by a program; and a rehearsal of it."""
+
+    place: int
+    module: nn.Module
+    program: Program
+    rehearsal: Rehearsal
 
 
 @dataclass
@@ -84,15 +95,20 @@ def constants_of(traced: Traced) -> Constants:
 
 class TraceCache:
     """Traces of one layer class. ``capacity`` keys are remembered; of more, the one unused longest goes.
-    ``layers``: the places of the layers of this class."""
+    ``layers``: the places of the layers of this class. ``states``: what codecs know about their buffers."""
 
-    def __init__(self, policy: Policy, capacity: int, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self, policy: Policy, capacity: int, layers: tuple[int, ...], states: CodecStates | None = None
+    ) -> None:
         self._policy = policy
+        self.states = CodecStates() if states is None else states
         self._capacity = capacity
         self._layers = layers
         self._mask_checks: dict[torch.device, MaskCheck] = {}
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
         self.count = 0  # forwards traced so far
+        self.watch: Callable[[Program], None] | None = None  # gets each program that is made
+        self.look: Callable[[LookedAt], None] | None = None  # gets each call of a settled program, before it runs
         self.tracing = threading.RLock()  # held while a layer runs on stand-ins, which other threads must not see
 
     def get(self, key: Hashable, layer: int) -> Trace:
@@ -134,7 +150,7 @@ class TraceCache:
         if found is None:
             found = self._compile(trace.settled, plan)
             found.warm_up()  # so that nothing compiles in the steps to come
-            trace.programs[plan] = found
+            trace.programs[plan] = self._watched(found)
         trace.by_layer[layer] = found
         return found
 
@@ -145,7 +161,12 @@ class TraceCache:
             if context.device not in self._mask_checks:
                 self._mask_checks[context.device] = MaskCheck(context.device)
             state = self._mask_checks[context.device].state
-        return Program(traced.graph, plan, context, constants_of(traced), state)
+        return Program(traced.graph, plan, context, constants_of(traced), self.states, state)
+
+    def _watched(self, program: Program) -> Program:
+        if self.watch is not None:
+            self.watch(program)
+        return program
 
     def begin(self, layer: int) -> None:
         """A forward of the layer at this place: the first of the class looks once a step after what was stored as
@@ -207,7 +228,8 @@ class TraceCache:
                 if buffer not in constants.tensors:
                     external.weaken()
         else:
-            program = self._compile(traced, self._policy.layer_plan(traced.graph, evidence, layer, settled))
+            plan = self._policy.layer_plan(traced.graph, evidence, layer, settled)
+            program = self._watched(self._compile(traced, plan))
             for external in traced.externals.values():
                 external.weaken()
             trace.last, trace.evidence = traced, evidence

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from megatron_adacc import attach
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.measured import MeasuredPrices
-from megatron_adacc.cost.stage_plan import Room
+from megatron_adacc.cost.stage_plan import Room, plan_stage
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph import LayerGraph
-from megatron_adacc.runtime.auto import Setting
+from megatron_adacc.runtime.setting import Setting
 
 pytestmark = pytest.mark.distributed
 
@@ -61,7 +61,7 @@ def worker(rank: int, folder: str, widths: tuple[int, int]) -> None:
             y.sum().backward()
         assert handle.stage is not None
         text = handle.plan.to_json()
-        alone = auto.plan_stage(handle.stage.facts, setting.limit or Limit(), Room())
+        alone = plan_stage(handle.stage.facts, setting.limit or Limit(), Room())
         other = str(sorted(map(str, alone.plan.layers)) == sorted(map(str, handle.stage.plan.layers)))
     except UserError as error:
         text, other = str(error), ""

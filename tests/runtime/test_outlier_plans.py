@@ -121,6 +121,10 @@ def test_planted_channels_cost_less_with_separation_than_without_and_than_quanti
     assert max(found["separated"].values()) < 0.5 * max(found["quantize"].values())
 
 
+def outliers_of(handle: Handle, layer: nn.Module) -> dict[str, OutlierState]:
+    return {key.site: state for key, state in handle.states.outliers(layer)}
+
+
 def test_each_layer_has_its_own_channels_and_all_hold_the_predicted_bytes(x: Tensor) -> None:
     layers = stack(PLANTED)
     with attach(layers, "compress") as handle:
@@ -130,7 +134,7 @@ def test_each_layer_has_its_own_channels_and_all_hold_the_predicted_bytes(x: Ten
         found = programs(handle)
         for layer, program, planted in zip(layers, found, PLANTED, strict=True):
             (normed,) = (b for b in program.graph.saved if program.graph.role(b) == Role.NORM_OUTPUT)
-            state = program.states(layer)[normed]
+            state = outliers_of(handle, layer)[program.site(normed)]
             assert isinstance(state, OutlierState)
             assert state.channels == planted
         assert found[0] is found[1] is found[2]
@@ -151,7 +155,7 @@ def test_the_first_calls_hold_the_predicted_bytes_too(x: Tensor) -> None:
         (program,) = set(programs(handle))
         assert handle.stored_bytes() == 3 * held_bytes(program)
         (normed,) = (b for b in program.graph.saved if program.graph.role(b) == Role.NORM_OUTPUT)
-        state = program.states(layers[2])[normed]
+        state = outliers_of(handle, layers[2])[program.site(normed)]
         assert isinstance(state, OutlierState)
         assert (len(state.channels), len(state.left_out)) == (1, 1)
         assert {*state.channels, *state.left_out} == {7, 8}
@@ -164,7 +168,7 @@ def test_after_a_layers_first_forward_nothing_is_observed(x: Tensor, monkeypatch
     with attach(layers, "compress") as handle:
         for _ in range(2):
             loss_of(layers, x).backward()
-        states = [dict(programs(handle)[0].states(layer)) for layer in layers]
+        states = [outliers_of(handle, layer) for layer in layers]
 
         def refuse(self: object, *args: object) -> None:
             raise AssertionError("a channel list was made")
@@ -173,7 +177,7 @@ def test_after_a_layers_first_forward_nothing_is_observed(x: Tensor, monkeypatch
             monkeypatch.setattr(f"megatron_adacc.codecs.statistics.ChannelStatistics.{verb}", refuse)
         for _ in range(2):
             loss_of(layers, x).backward()
-        assert [dict(programs(handle)[0].states(layer)) for layer in layers] == states
+        assert [outliers_of(handle, layer) for layer in layers] == states
 
 
 def test_a_plan_file_keeps_the_columns_and_makes_the_lists_anew(x: Tensor, tmp_path: Any) -> None:
@@ -187,8 +191,7 @@ def test_a_plan_file_keeps_the_columns_and_makes_the_lists_anew(x: Tensor, tmp_p
     with attach(other, tmp_path / "plan.json") as handle:
         loss = loss_of(other, x)
         assert handle.stored_bytes() == held
-        program = programs(handle)[2]
-        lists = [s.channels for s in program.states(other[2]).values() if isinstance(s, OutlierState)]
+        lists = [s.channels for s in outliers_of(handle, other[2]).values()]
         assert (11, 12, 13) in lists
         loss.backward()
 

@@ -1,0 +1,78 @@
+"""megatron/training/checkpointing.py: a checkpoint carries an entry of ours, and gives it back.
+
+The entry is made of builtins and stands beside Megatron's own, which ignores keys that it does not know: a checkpoint
+with it loads without us.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_adacc.patches.patching import Patch
+
+KEY = "adacc"
+
+
+def patches(saved: Callable[[Any], Any], loaded: Callable[[Any], None]) -> list[Patch]:
+    """`saved(args)` gives the entry of a checkpoint that is written, or None for none; it is called on the ranks that
+    write or take part in writing. `loaded(entry)` gets the entry of one that is read, None where it has none."""
+
+    def make_generate(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def generate_state_dict(args: Any, *others: Any, **kwargs: Any) -> dict[str, Any]:
+            state_dict = original(args, *others, **kwargs)
+            entry = saved(args)
+            if entry is not None:
+                state_dict[KEY] = entry
+            return state_dict
+
+        return generate_state_dict
+
+    def make_load(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def _load_base_checkpoint(*args: Any, **kwargs: Any) -> tuple:
+            found = original(*args, **kwargs)
+            # A first look at rank 0's part comes before, to read the arguments; what counts comes last.
+            if isinstance(found[0], dict) and found[0]:
+                loaded(found[0].get(KEY))
+            return found
+
+        return _load_base_checkpoint
+
+    return [
+        Patch(
+            module="megatron.training.checkpointing",
+            symbol="generate_state_dict",
+            parameters=(
+                "args",
+                "model",
+                "optimizer",
+                "opt_param_scheduler",
+                "rng_state",
+                "iteration",
+                "optim_sd_kwargs",
+                "model_sd_kwargs",
+                "rerun_state",
+            ),
+            checked_with=("0.19.2",),
+            make=make_generate,
+            why="plan, monitor and outlier channels go into the checkpoint",
+        ),
+        Patch(
+            module="megatron.training.checkpointing",
+            symbol="_load_base_checkpoint",
+            parameters=(
+                "load_dir",
+                "args",
+                "rank0",
+                "sharded_state_dict",
+                "checkpointing_context",
+                "dp_cp_group",
+                "expt_dp_group",
+                "gpt_compat_layer_maps",
+            ),
+            checked_with=("0.19.2",),
+            make=make_load,
+            why="a resumed run goes on with the plan and the outlier channels it had",
+        ),
+    ]
