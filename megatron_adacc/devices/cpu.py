@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed.device_mesh
 import torch.utils.data
 from torch.utils._device import _device_constructors
 
@@ -206,6 +207,14 @@ def _tensor_type(original: Callable) -> Callable:
     return type_
 
 
+def _mesh_on_cpu(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, str(on_cpu(device_type)), *args, **kwargs)
+
+    return init
+
+
 def _loader_with_generator(original: Callable, generator: torch.Generator) -> Callable:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -254,6 +263,10 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     host_generator = torch.Generator().manual_seed(torch.initial_seed() & 0x7FFF_FFFF)
     loader = torch.utils.data.DataLoader
     yield loader, "__init__", _loader_with_generator(loader.__init__, host_generator)
+
+    # FSDP takes its device from the mesh, and refuses parameters that lie elsewhere.
+    mesh = torch.distributed.device_mesh.DeviceMesh
+    yield mesh, "__init__", _mesh_on_cpu(mesh.__init__)
 
     # Memory figures.
     for module in (cuda, cuda.memory):

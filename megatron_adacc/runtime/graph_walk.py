@@ -87,7 +87,8 @@ def storages_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
     """
     if type(tensor) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return tuple(storage for part in parts for storage in storages_of(part))
+        # A DTensor names its device mesh among them.
+        return tuple(storage for part in parts if isinstance(part, torch.Tensor) for storage in storages_of(part))
     layout = tensor.layout
     if layout is torch.strided:
         return (tensor.untyped_storage(),)
