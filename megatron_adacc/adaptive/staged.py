@@ -69,7 +69,7 @@ class Staged:
         self.exact: frozenset[int] = frozenset()
         self._later = later
         self._given: Plan | None = None
-        self._agreed: dict[str, LayerPlan] = {}  # by fingerprint, where the ranks' own tensors may say other things
+        self._agreed: dict[tuple[str, ...], LayerPlan] = {}  # by what a graph saves
         self._generations = 0  # of stages that have ended, and of changes made here
 
     @property
@@ -124,15 +124,29 @@ class Staged:
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan:
         if layer in self.exact and self.auto is None:
             return RecomputeAll(MIN_BYTES).layer_plan(graph, evidence, layer, settled)
-        if layer_plan := self._agreed.get(fingerprint(graph)) if settled else None:
-            return fitting(layer_plan, graph, evidence) or self.current.layer_plan(graph, evidence, layer, settled)
-        if self._given is not None:
-            sites = [graph.buffers[b].site for b in graph.saved]
-            found = self._given.find(fingerprint(graph), sites, layer)
-            given = None if found is None else fitting(found, graph, evidence)
-            if given is not None:
-                return given
+        agreed = self._agreed.get(_saves(graph))
+        found = self._given_plan(graph, evidence, layer) if agreed is None else fitting(agreed, graph, evidence)
+        if found is not None:
+            return found
         return self.current.layer_plan(graph, evidence, layer, settled)
+
+    def _given_plan(self, graph: LayerGraph, evidence: Evidence, layer: int) -> LayerPlan | None:
+        """What the plan that was in force before a restart says of this layer."""
+        if self._given is None:
+            return None
+        found = self._given.find(fingerprint(graph), [graph.buffers[b].site for b in graph.saved], layer)
+        return None if found is None else fitting(found, graph, evidence)
+
+    def meet(self, graph: LayerGraph, evidence: Evidence) -> None:
+        """How many outlier columns a plan reserves depends on tensors, which ranks have others of, and the calls of a
+        layer as well: the plan of the first rank's first call is for all. Raises UserError on all ranks where one has
+        another layer."""
+        self.current.meet(graph, evidence)
+        name = _saves(graph)
+        if isinstance(self.current, CompressAll) and name not in self._agreed:
+            check_equal([f"{graph.module}, which saves {words}" for words in name], self._groups)
+            own = self._given_plan(graph, evidence, -1) or self.current.layer_plan(graph, evidence, -1, True)
+            self._agreed[name] = first_rank_says(own, self._groups)
 
     def settle(
         self, seen: Collection[int], unseen: Collection[int], sample: Sample, rehearsal: Rehearsal,
@@ -140,16 +154,6 @@ class Staged:
     ) -> None:  # fmt: skip
         with self._lossy_where_nothing_fits():
             self.current.settle(seen, unseen, sample, rehearsal, shared)
-        if isinstance(self.current, CompressAll):
-            self._agree(sample)
-
-    def _agree(self, sample: Sample) -> None:
-        """How many outlier columns a plan reserves depends on tensors, which ranks have others of: the first rank's
-        plan is for all. Raises UserError on all ranks where one has another layer."""
-        name = fingerprint(sample.graph)
-        check_equal([f"a {sample.graph.module} with graph {name}"], self._groups)
-        own = self.layer_plan(sample.graph, sample.evidence, -1, True)
-        self._agreed[name] = first_rank_says(own, self._groups)
 
     def join(self, place: int, graph: LayerGraph) -> None:
         with self._lossy_where_nothing_fits():
@@ -170,3 +174,10 @@ class Staged:
                 raise
             self.refusal = str(error)
             self.begin_lossy()
+
+
+def _saves(graph: LayerGraph) -> tuple[str, ...]:
+    """What a plan sees of a graph. A first call may make scratch memory that later ones find: another graph, with the
+    same plan."""
+    buffers = [graph.buffers[b] for b in graph.saved]
+    return tuple(f"{b.site} {list(b.base.size)} {b.base.dtype}" for b in buffers)

@@ -122,19 +122,42 @@ def joint_error(graph: LayerGraph, rehearsal: Rehearsal, choices: Iterable[Offer
 
 @contextlib.contextmanager
 def _measuring(graph: LayerGraph, rehearsal: Rehearsal) -> Iterator[Callable[[Sequence[Offer]], float]]:
-    """Inside, the layer has run forward, and what is yielded gives e for lossy buffers by running its backward."""
+    """Inside, what is yielded gives e for lossy buffers. The layer has run forward, and its backward runs again and
+    again; where a part of it, compiled by torch.compile, runs backward only once, the forward is run again too."""
     with rehearsal.begin() as call:
         leaves = _Leaves(call)
-        saved = _SavedTensors(graph)
-        loss = call.forward(saved.pack, saved.unpack)
-        saved.check()
-        exact = _Exact.of(leaves.gradients(loss), graph)
+        saved, loss = _forward(graph, call)
+        try:
+            exact = _Exact.of(leaves.gradients(loss, again=True), graph)
+        except RuntimeError as error:
+            if "donated buffer" not in str(error):
+                raise
+        else:
 
-        def error_of(choices: Sequence[Offer]) -> float:
+            def error_of(choices: Sequence[Offer]) -> float:
+                with saved.lossy(choices):
+                    return exact.error_of(leaves.gradients(loss, again=True))
+
+            yield error_of
+            return
+        del saved, loss
+
+    def gradients(choices: Sequence[Offer]) -> Gradients:
+        with rehearsal.begin() as call:
+            leaves = _Leaves(call)
+            saved, loss = _forward(graph, call)
             with saved.lossy(choices):
-                return exact.error_of(leaves.gradients(loss))
+                return leaves.gradients(loss)
 
-        yield error_of
+    found = _Exact.of(gradients([]), graph)
+    yield lambda choices: found.error_of(gradients(choices))
+
+
+def _forward(graph: LayerGraph, call: Call) -> tuple[_SavedTensors, Tensor]:
+    saved = _SavedTensors(graph)
+    loss = call.forward(saved.pack, saved.unpack)
+    saved.check()
+    return saved, loss
 
 
 @dataclass(frozen=True)
@@ -218,12 +241,12 @@ class _Leaves:
             parameter.main_grad = torch.zeros_like(parameter.main_grad)
         self._devices = {t.device for t in (*call.inputs, *call.parameters) if t.device.type == "cuda"}
 
-    def gradients(self, loss: Tensor) -> Gradients:
-        """Run the backward; it can be run again."""
+    def gradients(self, loss: Tensor, again: bool = False) -> Gradients:
+        """Run the backward; with ``again`` it can be run again."""
         self._clear()
         # The gradients of the outputs are drawn in the backward: each pass draws the same.
         with torch.random.fork_rng([d.index or 0 for d in self._devices]):
-            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=again)
         found = [self._gradient(p) for p in self._trained], [t.grad for t in self._inputs]
         self._clear()
         return found

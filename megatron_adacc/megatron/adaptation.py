@@ -8,6 +8,7 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -37,7 +38,19 @@ class Adaptation:
         world = torch.distributed.group.WORLD
         assert world is not None
         self._world = world if world.size() > 1 else None
+        self._told = 0
         self._retry = Retry(handle, world, votes=config.plan == "auto")
+
+    def new_decisions(self) -> list[dict[str, Any]]:
+        """Those since the last call, for the report; none on ranks that decide the same as another."""
+        if self.handle is None or parallel_state.get_data_parallel_rank(with_context_parallel=True):
+            return []
+        new, self._told = self.handle.decisions[self._told :], len(self.handle.decisions)
+        where = {
+            "stage": parallel_state.get_pipeline_model_parallel_rank(),
+            "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+        }
+        return [{**where, **asdict(decision)} for decision in new]
 
     def forward_backward(self, original: Callable, model: list, optimizer: Any) -> Callable:
         """Megatron's, run again where it does not get its memory."""

@@ -168,6 +168,7 @@ class Observer:
             self._layers = [{} for _ in ranks]
             own = {name: size for layers in self._layers_of_chunks.values() for name, size in layers.items()}
             torch.distributed.all_gather_object(self._layers, own)
+        self._gather_decisions(len(ranks))
         if torch.distributed.get_rank() != len(ranks) - 1:
             return
         row = Row(
@@ -201,6 +202,14 @@ class Observer:
         if None not in found:
             self._predictions_known = True
             self._report.predicted = [{"rank": rank, **one} for rank, one in enumerate(found) if one]
+
+    def _gather_decisions(self, ranks: int) -> None:
+        """What the first data-parallel rank of each stage decided since the last log."""
+        if self._adaptation is None or not self._adaptation.watched:
+            return
+        everyone: list[list[dict[str, Any]]] = [[]] * ranks
+        torch.distributed.all_gather_object(everyone, self._adaptation.new_decisions())
+        self._report.decisions += [decision for one in everyone for decision in one]
 
     def _gather(self, mine: _Figures) -> list[_Figures]:
         # Sizes are not negative: -1 carries "unknown" through the collective.

@@ -44,6 +44,7 @@ class Report:
     ranks: list[dict[str, int | None]] = field(default_factory=list)
     layer_held_bytes: dict[str, int] = field(default_factory=dict)
     predicted: list[dict[str, Any]] = field(default_factory=list)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def start(cls, args: Namespace) -> "Report":
@@ -106,6 +107,7 @@ class Report:
                 "layer_held_bytes": self.layer_held_bytes,
                 "ranks": self.ranks,
                 "predicted": self.predicted,
+                "decisions": self.decisions,
                 "iterations": [asdict(row) for row in self.rows],
             },
             indent=1,

@@ -1,6 +1,7 @@
 """Our entry in a Megatron checkpoint: the state of adaptation of each pipeline stage and tensor-parallel rank.
 
-    {"format": 1, "tensor_parallel": t, "pipeline_parallel": p, "steps": n, "ranks": {"stage,rank": state}}
+    {"format": 1, "tensor_parallel": t, "pipeline_parallel": p, "steps": n, "asked": {...},
+     "ranks": {"stage,rank": state}}
 
 Data-parallel ranks have the same state, so their number may change. Formats in which each rank writes a file of its own
 have that rank's state in it; the others have all of them. Only builtins are written.
@@ -44,6 +45,7 @@ class SavedState:
         tensor, pipeline = _layout()
         return {
             "format": FORMAT, "tensor_parallel": tensor, "pipeline_parallel": pipeline, "steps": steps, "ranks": ranks,
+            "asked": {} if self.handle is None else _asked(self.handle),
         }  # fmt: skip
 
     def loaded(self, entry: Any) -> None:
@@ -69,6 +71,10 @@ class SavedState:
             if layout != _layout():
                 words = " and ".join(f"{n} {kind}" for n, kind in zip(layout, ("tensor", "pipeline"), strict=True))
                 raise UserError(f"it was written by a job with {words} parallel ranks")
+            asked = _asked(self.handle)
+            if entry["asked"] != asked:
+                was = entry["asked"].get("plan")
+                raise UserError(f"it was written under the plan {was!r} with {_difference(entry['asked'], asked)}")
             state = entry["ranks"][_key()]
             self.handle.load_state_dict(state)
         except (KeyError, TypeError, UserError) as error:
@@ -78,6 +84,22 @@ class SavedState:
             f"adaptation goes on after {self.handle.steps} steps with the plan of the checkpoint; next check after "
             f"step {self.handle.schedule.next_check}"
         )
+
+
+def _asked(handle: AdaptiveHandle) -> dict[str, Any]:
+    """What a plan was asked for: another one is another plan."""
+    config = handle.config
+    return {
+        "plan": config.plan,
+        "limit": config.limit,
+        "error_budget": config.error_budget,
+        "compression_levels": dict(config.compression_levels),
+    }
+
+
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    name = next(name for name in new if old.get(name) != new[name])
+    return f"{name} {old.get(name)!r} instead of {new[name]!r}"
 
 
 def _layout() -> tuple[int, int]:

@@ -103,6 +103,9 @@ class Auto:
             return fallback
         return fitting(found, graph, evidence) or fallback
 
+    def meet(self, graph: LayerGraph, evidence: Evidence) -> None:
+        """Nothing is learned before a trace settles."""
+
     def settle(
         self, seen: Collection[int], unseen: Collection[int], sample: Sample, rehearsal: Rehearsal,
         shared: Shared | None,

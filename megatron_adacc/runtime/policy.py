@@ -47,6 +47,9 @@ class Policy(Protocol):
 
     def layer_plan(self, graph: LayerGraph, evidence: Evidence, layer: int, settled: bool) -> LayerPlan: ...
 
+    def meet(self, graph: LayerGraph, evidence: Evidence) -> None:
+        """A layer was traced; comes before the plan of that call is asked for."""
+
     def settle(
         self, seen: Collection[int], unseen: Collection[int], sample: Sample, rehearsal: Rehearsal,
         shared: Shared | None,
@@ -66,6 +69,9 @@ class FixedPolicy:
     """A policy that needs to learn nothing."""
 
     generation = 0
+
+    def meet(self, graph: LayerGraph, evidence: Evidence) -> None:
+        """Nothing is learned."""
 
     def settle(
         self, seen: Collection[int], unseen: Collection[int], sample: Sample, rehearsal: Rehearsal,

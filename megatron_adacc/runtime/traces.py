@@ -215,7 +215,8 @@ class TraceCache:
         devices = [context.device] if context.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             evidence = verify(traced.graph, saved, bases, context, module, shared)
-        evidence = _with_outliers(evidence, traced.graph, saved, trace.evidence)
+        evidence = _with_outliers(evidence, traced.graph, saved, trace)
+        self._policy.meet(traced.graph, evidence)
         if settled:
             sample = Sample(traced.graph, evidence, saved, bases, context, module)
             unseen = set(self._layers).difference(*(t.layers for t in self._traces.values()))
@@ -242,13 +243,14 @@ class TraceCache:
         return program
 
 
-def _with_outliers(
-    evidence: Evidence, graph: LayerGraph, saved: Mapping[int, Tensor], earlier: Evidence | None
-) -> Evidence:
-    """The evidence with the most outlier channels that this trace or the one before it showed of each buffer."""
+def _with_outliers(evidence: Evidence, graph: LayerGraph, saved: Mapping[int, Tensor], trace: Trace) -> Evidence:
+    """The evidence with the number of outlier channels that the first of this key's traces showed of each buffer. How
+    many traces a key needs differs between a fresh process and one that has run for long; the plan must not."""
     found = outlier_channels(graph, saved)
-    for buffer, number in (earlier.outlier_channels if earlier is not None else {}).items():
-        found[buffer] = max(number, found.get(buffer, 0))
+    if trace.last is not None and trace.evidence is not None:
+        earlier = trace.last.graph
+        first = {earlier.buffers[b].site: number for b, number in trace.evidence.outlier_channels.items()}
+        found = {b: first.get(graph.buffers[b].site, number) for b, number in found.items()}
     return replace(evidence, outlier_channels=found)
 
 
