@@ -124,23 +124,17 @@ def joint_error(graph: LayerGraph, rehearsal: Rehearsal, choices: Iterable[Offer
 def _measuring(graph: LayerGraph, rehearsal: Rehearsal) -> Iterator[Callable[[Sequence[Offer]], float]]:
     """Inside, what is yielded gives e for lossy buffers. The layer has run forward, and its backward runs again and
     again; where a part of it, compiled by torch.compile, runs backward only once, the forward is run again too."""
-    with rehearsal.begin() as call:
+    with rehearsal.begin() as call, contextlib.suppress(_OnlyOnce):
         leaves = _Leaves(call)
         saved, loss = _forward(graph, call)
-        try:
-            exact = _Exact.of(leaves.gradients(loss, again=True), graph)
-        except RuntimeError as error:
-            if "donated buffer" not in str(error):
-                raise
-        else:
+        exact = _Exact.of(leaves.gradients(loss, again=True), graph)
 
-            def error_of(choices: Sequence[Offer]) -> float:
-                with saved.lossy(choices):
-                    return exact.error_of(leaves.gradients(loss, again=True))
+        def error_of(choices: Sequence[Offer]) -> float:
+            with saved.lossy(choices):
+                return exact.error_of(leaves.gradients(loss, again=True))
 
-            yield error_of
-            return
-        del saved, loss
+        yield error_of
+        return
 
     def gradients(choices: Sequence[Offer]) -> Gradients:
         with rehearsal.begin() as call:
@@ -151,6 +145,10 @@ def _measuring(graph: LayerGraph, rehearsal: Rehearsal) -> Iterator[Callable[[Se
 
     found = _Exact.of(gradients([]), graph)
     yield lambda choices: found.error_of(gradients(choices))
+
+
+class _OnlyOnce(Exception):
+    """A part of the layer's backward cannot be run again."""
 
 
 def _forward(graph: LayerGraph, call: Call) -> tuple[_SavedTensors, Tensor]:
@@ -246,7 +244,12 @@ class _Leaves:
         self._clear()
         # The gradients of the outputs are drawn in the backward: each pass draws the same.
         with torch.random.fork_rng([d.index or 0 for d in self._devices]):
-            loss.backward(retain_graph=again)
+            try:
+                loss.backward(retain_graph=again)
+            except RuntimeError as error:
+                if again and "donated buffer" in str(error):
+                    raise _OnlyOnce from error
+                raise
         found = [self._gradient(p) for p in self._trained], [t.grad for t in self._inputs]
         self._clear()
         return found
