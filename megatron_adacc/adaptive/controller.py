@@ -134,6 +134,7 @@ class AdaptiveHandle:
         if self._detached:
             return
         self.steps += 1
+        self.monitor.share_lists()
         news = News()
         jump = None if loss is None else self.loss_watch.jump(float(loss))
         if jump is not None:

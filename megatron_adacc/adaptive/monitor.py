@@ -29,6 +29,7 @@ from megatron_adacc.adaptive.config import Config
 from megatron_adacc.codecs import ChannelStatistics, Codec, OutlierState, State
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.replay import base_of
+from megatron_adacc.runtime.agree import first_rank_says
 from megatron_adacc.runtime.attach import Handle
 from megatron_adacc.runtime.program import EncodeEntry, Entry, Program
 from megatron_adacc.runtime.stash import Stash
@@ -94,6 +95,7 @@ class Monitor:
         self._armed: list[tuple[Program, tuple[Entry, ...]]] = []
         self._seen: dict[Key, _Seen] = {}
         self.references: dict[Key, float] = {}
+        self._shared_at = 0
 
     def arm(self) -> None:
         """Look at what the next forwards encode."""
@@ -156,6 +158,17 @@ class Monitor:
                     states.replace(forward.module, known, made)
                     taken.add(key)
         return taken
+
+    def share_lists(self) -> None:
+        """Where layers observed their channels in this step, each rank by its own tensors, all take the first rank's.
+        The ranks of a group have the same layers and calls, so all of them observed or none did."""
+        states = self._handle.states
+        if states.observed == self._shared_at:
+            return
+        self._shared_at = states.observed
+        own = self.lists()
+        if self._groups and own:
+            self.place_lists(first_rank_says(own, self._groups))
 
     def lists(self) -> dict[Key, tuple[int, ...]]:
         """The outlier channels in use."""

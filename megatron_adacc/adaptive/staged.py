@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch.distributed as dist
@@ -88,6 +89,11 @@ class Staged:
     def auto(self) -> Auto | None:
         """The policy that a solver answers for, if it is one."""
         return self.current if isinstance(self.current, Auto) else None
+
+    def known(self, plan: Plan) -> Plan:
+        """The plan of the settled traces, with what holds for those that have not settled."""
+        given = () if self._given is None else self._given.layers
+        return replace(plan, layers=tuple(dict.fromkeys((*plan.layers, *self._agreed.values(), *given))))
 
     def begin_lossy(self) -> None:
         """Enter the second stage; a second call does nothing."""

@@ -31,7 +31,7 @@ def state_of(handle: AdaptiveHandle) -> dict[str, Any]:
         "steps": handle.steps,
         "schedule": handle.schedule.to_data(),
         "lossy": policy.lossy,
-        "plan": handle.plan.to_json(),
+        "plan": policy.known(handle.plan).to_json(),
         "exact": sorted(policy.exact),
         "limit": None if change is None or change.limit is None else change.limit.to_data(),
         "more_bytes": 0 if change is None else change.more_bytes,

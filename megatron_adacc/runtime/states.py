@@ -34,6 +34,7 @@ class CodecStates:
     def __init__(self) -> None:
         self._states: WeakKeyDictionary[nn.Module, dict[StateKey, State | None]] = WeakKeyDictionary()
         self._in_eval: WeakKeyDictionary[nn.Module, dict[StateKey, State | None]] = WeakKeyDictionary()
+        self.observed = 0  # tensors that were observed in training so far
         self._given: WeakKeyDictionary[nn.Module, Lists] = WeakKeyDictionary()
 
     def known(self, module: nn.Module, key: StateKey) -> State | None:
@@ -54,6 +55,7 @@ class CodecStates:
             return states[key]
         except KeyError:
             state = states[key] = self._as_given(module, key, key.codec.observe(base))
+            self.observed += module.training
             return state
 
     def replace(self, module: nn.Module, key: StateKey, state: OutlierState) -> None:

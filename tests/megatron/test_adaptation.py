@@ -50,7 +50,7 @@ def test_a_lossy_run_resumes_with_the_losses_of_one_never_stopped(trained, tmp_p
 
 
 def test_a_run_under_auto_resumes_with_its_plan(trained, tmp_path):
-    settings = {"plan": "auto", "adacc_limit": "12%", "adacc_error_budget": 0.4, "adacc_warmup_steps": 1, **WIDE}
+    settings = {"plan": "auto", "adacc_limit": "7%", "adacc_error_budget": 0.4, "adacc_warmup_steps": 1, **WIDE}
     whole = trained(iterations=6, save=tmp_path / "c", save_interval=3, **settings)
     cut(tmp_path / "c", 3)
     resumed = trained(iterations=6, load=tmp_path / "c", **settings)
