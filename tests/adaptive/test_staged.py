@@ -1,5 +1,8 @@
 """Lossless first, lossy after the warm-up: under auto too, and at once where no lossless plan fits."""
 
+import copy
+import json
+
 import pytest
 import torch
 from drifting import Mlp, Stack, train
@@ -58,6 +61,24 @@ def test_where_no_lossless_plan_fits_a_lossy_one_comes_at_once():
     (decision,) = handle.decisions
     assert str(decision).startswith("step 1: No plan fits into 60 % of the plain activations: the least limit that")
     assert "allow lossy actions. from the next step on the plan is 'auto' and may be lossy; next" in str(decision)
+
+
+def test_a_lossy_plan_of_auto_goes_on_after_a_restart():
+    """With the same plan and lists from the first forward on, whatever the clock says now."""
+    settings = {"plan": "auto", "limit": "60%", "error_budget": 0.3, "warmup_steps": 2, "max_interval": 4}
+    model = noisy()
+    with enable_memory_optim(model, settings) as handle:
+        train(model, range(1, 6), handle.step)
+        state, weights = handle.state_dict(), copy.deepcopy(model.state_dict())
+        whole = train(model, range(6, 11), handle.step)
+        plan = handle.plan
+    assert not plan.lossless
+    other = noisy()
+    other.load_state_dict(weights)
+    with enable_memory_optim(other, settings) as handle:
+        handle.load_state_dict(json.loads(json.dumps(state)))
+        assert train(other, range(6, 11), handle.step) == whole
+        assert [layer.actions for layer in handle.plan.layers] == [layer.actions for layer in plan.layers]
 
 
 def test_levels_are_codecs_of_roles():
