@@ -310,16 +310,14 @@ class AdaptiveHandle:
 
     def tighten(self, why: str, excess_bytes: int) -> bool:
         """A step did not get its memory: make the next plan smaller, by the excess or else by a twentieth of what the
-        activations may take. All ranks that share the plan call it. False where no plan can be made smaller."""
+        activations may take; where there is none, the plan of the least memory. All ranks that share the plan call it.
+        False where the plan is not one that is solved."""
         auto, stage = self.policy.auto, self.stage
         if auto is None or stage is None:
             return False
-        before = stage.predicted
         auto.solver.change.limit = tightened(stage, excess_bytes)
         news = News(why=[f"a step did not get its memory: {why}"])
         self._solve_again(news)
-        if self.stage is not None and self.stage.predicted.peak_bytes >= before.peak_bytes:
-            return False
         self._decide(news)
         self._look_ahead()
         return True
