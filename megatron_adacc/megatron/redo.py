@@ -60,6 +60,7 @@ def retried(forward_backward: Callable, retry: Retry, model: list, optimizer: An
         given = data_iterator if several else [data_iterator]
         iterators = [None if one is None else Rewindable(one) for one in given]
         tracker = TrackerStates()
+        running = _running_timers()
 
         def attempt() -> Any:
             return forward_backward(data_iterator=iterators if several else iterators[0], **kwargs)
@@ -72,7 +73,9 @@ def retried(forward_backward: Callable, retry: Retry, model: list, optimizer: An
                 if iterator is not None:
                     iterator.rewind()
             tracker.put_back()
-            _stop_timers()
+            for timer in _running_timers():
+                if timer not in running:
+                    timer._started = False
             _forget_validations()
 
         return retry.run(attempt, undo)
@@ -95,12 +98,10 @@ def _drop_gradients(chunk: Any) -> None:
     chunk.zero_grad_buffer()
 
 
-def _stop_timers() -> None:
+def _running_timers() -> list[Any]:
     from megatron.training import get_timers
 
-    for timer in getattr(get_timers(), "_timers", {}).values():
-        if getattr(timer, "_started", False):
-            timer._started = False
+    return [timer for timer in getattr(get_timers(), "_timers", {}).values() if getattr(timer, "_started", False)]
 
 
 def _forget_validations() -> None:

@@ -1,7 +1,7 @@
 """pretrain_gpt.py in which allocations are refused: at the pack of number FAIL_AT, FAIL_TIMES times, in step FAIL_STEP.
 
-Or, with EXCESS_STEP, in which a rank says that it holds EXCESS bytes too many; or, with KILL_AT, which is killed in that
-step, after KILL_PACK packs. ONLY_RANK: on that rank alone."""
+Or, with EXCESS_STEP, in which a rank says that it holds EXCESS bytes too many; or, with KILL_AT, which is killed in
+that step, after KILL_PACK packs. ONLY_RANK: on that rank alone."""
 
 import os
 import runpy
