@@ -165,7 +165,7 @@ class Auto:
             return ()
         choices = lossy_choices(sample.graph, sample.evidence, self.setting.min_bytes)
         # Ranks that exchange tensors in the backward must run it equally often, and those with one plan offer the same.
-        alone = shared is None and not self.setting.groups
+        alone = shared is None and all(group.size() == 1 for group in self.setting.groups)
         seconds = ERROR_SECONDS if alone else math.inf
         errors = gradient_errors(sample.graph, rehearsal, choices, seconds=seconds)
         return tuple(
