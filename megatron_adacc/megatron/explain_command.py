@@ -4,6 +4,10 @@
 
 The reasons are in the plan file, where `adacc plan -o` put them; neither device nor model is needed. Microseconds are
 those of one micro-batch, over all layers of a group.
+
+    adacc explain report.json --html history.html
+
+A report of --adacc-report instead of a plan file: how the plan of that run changed, and why.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.history_page import history_page, history_text, load_history
 from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.planner import Plan
 from megatron_adacc.planner.reason import Reason, table, written_places
@@ -21,14 +26,23 @@ from megatron_adacc.planner.reason import Reason, table, written_places
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.description = "Why each tensor of a plan got its action, and what the next best would have cost."
-    parser.add_argument("plan", metavar="PLANFILE", help="a plan file of adacc plan -o")
+    parser.description = (
+        "Why each tensor of a plan got its action, and what the next best would have cost; or, from a run's report, "
+        "how its plan changed."
+    )
+    parser.add_argument("plan", metavar="FILE", help="a plan file of adacc plan -o, or a report of --adacc-report")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print, write. Raises UserError for a file that is no plan, or one without reasons."""
     check_folders(args.html)
+    report = load_history(args.plan)
+    if report is not None:
+        sys.stdout.write(f"{history_text(report)}\n")
+        if args.html:
+            write(args.html, history_page(report))
+        return 0
     plan = Plan.load(args.plan)
     if not plan.reasons:
         raise UserError(

@@ -1,7 +1,8 @@
 """pretrain_gpt.py in which allocations are refused: at the pack of number FAIL_AT, FAIL_TIMES times, in step FAIL_STEP.
 
 Or, with EXCESS_STEP, in which a rank says that it holds EXCESS bytes too many; or, with KILL_AT, which is killed in
-that step, after KILL_PACK packs. ONLY_RANK: on that rank alone."""
+that step, after KILL_PACK packs. ONLY_RANK: on that rank alone. With SWEEP, in step n from the third on the pack of
+number n - 2 is refused."""
 
 import os
 import runpy
@@ -23,6 +24,7 @@ def number(name):
 
 left, times = number("FAIL_AT"), number("FAIL_TIMES") or 1
 step, packs = 1, 0
+swept = set()
 pack, end, excess = Stash.pack, AdaptiveHandle.step, AdaptiveHandle.memory_excess
 mine = os.environ.get("ONLY_RANK") in (None, os.environ.get("RANK", "0"))
 
@@ -32,6 +34,9 @@ def failing(stash, tensor):
     packs += 1
     if step == number("KILL_AT") and mine and packs > number("KILL_PACK"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if number("SWEEP") and packs == step - 2 and step not in swept:
+        swept.add(step)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if step == number("FAIL_STEP") and times and mine:
         left -= 1
         if left <= 0:

@@ -15,6 +15,7 @@ LAYOUTS = {
     "one rank": {},
     "tensor": {"ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     "data": {"ranks": 2, "use_distributed_optimizer": True},
+    "grid": {"ranks": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "interleaved": {
         "ranks": 2, "pipeline_model_parallel_size": 2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1,
         "global_batch_size": 8,

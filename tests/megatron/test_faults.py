@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from checkpoints import checkpoint
 
 SCRIPT = Path(__file__).with_name("failing_script.py")
 SETTINGS = {"plan": "auto", "adacc_limit": "80%", "hidden_dropout": 0.1, "attention_dropout": 0.1, "hidden_size": 64}
@@ -17,6 +19,35 @@ def test_a_step_that_was_refused_memory_runs_again_with_the_same_bits(trained, a
     (decision,) = run.report["decisions"]
     assert decision["step"] == 2
     assert decision["why"] == ["a step did not get its memory: CUDA out of memory. Tried to allocate 2.00 GiB."]
+
+
+def test_refused_memory_at_every_pack_of_a_step_in_turn(trained):
+    """Two micro-batches, two layers of 29 saves: in each step another pack is refused, and no loss changes."""
+    iterations = 2 + 2 * 2 * 29 + 3
+    off = trained(iterations=iterations, **{**SETTINGS, "plan": "off", "adacc_limit": None})
+    run = trained(iterations=iterations, script=SCRIPT, env={"SWEEP": "1"}, **SETTINGS)
+    assert run.losses == off.losses
+    refused = [d["step"] + 1 for d in run.report["decisions"] if "a step did not get its memory" in d["why"][0]]
+    assert refused == list(range(3, 3 + 2 * 2 * 29))
+
+
+@pytest.mark.parametrize("plan", ["auto", "compress"])
+def test_a_run_that_is_killed_again_and_again_ends_like_one_never_killed(train, trained, tmp_path, plan):
+    settings = {**SETTINGS, "plan": plan, "ckpt_format": "torch", "save_interval": 1}
+    if plan == "compress":
+        settings |= {"adacc_limit": None, "adacc_warmup_steps": 2, "adacc_max_interval": 2}
+    whole = trained(iterations=8, save=tmp_path / "whole", **settings)
+    for step, packs in ((3, 5), (4, 100), (6, 60)):
+        env = {"KILL_AT": str(step), "KILL_PACK": str(packs)}
+        killed = train(
+            iterations=8, script=SCRIPT, env=env, save=tmp_path / "c", load=tmp_path / "c", report=False, **settings
+        )
+        assert killed.code != 0
+        assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == str(step - 1)
+    resumed = trained(iterations=8, save=tmp_path / "c", load=tmp_path / "c", **settings)
+    assert resumed.losses == whole.losses[5:]
+    saved, found = (checkpoint(tmp_path / name) for name in ("whole", "c"))
+    assert [path for path, tensor in saved.items() if not torch.equal(tensor, found[path])] == []
 
 
 def test_fp16_and_the_distributed_optimizer(trained):

@@ -18,8 +18,8 @@ import sys
 import time
 import traceback
 
-# The bridge sizes its tuple of generators by this when it is installed; two is what the tests need at most.
-os.environ["LOCAL_WORLD_SIZE"] = "2"
+# The bridge sizes its tuple of generators by this when it is installed; four is what the tests need at most.
+os.environ["LOCAL_WORLD_SIZE"] = "4"
 
 from megatron_adacc.devices import cpu
 
