@@ -10,6 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_adacc.megatron import launch
+
+# Before Megatron is imported: it imports names of torch.cuda by value.
+launch.prepare("pretrain_gpt.py")
+
 import torch
 
 from megatron_adacc.megatron import observe

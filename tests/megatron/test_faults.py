@@ -37,16 +37,17 @@ def test_a_run_that_is_killed_again_and_again_ends_like_one_never_killed(train, 
     if plan == "compress":
         settings |= {"adacc_limit": None, "adacc_warmup_steps": 2, "adacc_max_interval": 2}
     whole = trained(iterations=8, save=tmp_path / "whole", **settings)
-    for step, packs in ((3, 5), (4, 100), (6, 60)):
+    # Steps of the process that is killed: iterations 3, 4 and 5.
+    for step, packs, done in ((3, 5, 2), (2, 100, 3), (2, 60, 4)):
         env = {"KILL_AT": str(step), "KILL_PACK": str(packs)}
         killed = train(
             iterations=8, script=SCRIPT, env=env, save=tmp_path / "c", load=tmp_path / "c", report=False, **settings
         )
         assert killed.code != 0
-        assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == str(step - 1)
+        assert (tmp_path / "c" / "latest_checkpointed_iteration.txt").read_text() == str(done)
     resumed = trained(iterations=8, save=tmp_path / "c", load=tmp_path / "c", **settings)
-    assert resumed.losses == whole.losses[5:]
-    saved, found = (checkpoint(tmp_path / name) for name in ("whole", "c"))
+    assert resumed.losses == whole.losses[4:]
+    saved, found = (checkpoint(tmp_path / name, 8) for name in ("whole", "c"))
     assert [path for path, tensor in saved.items() if not torch.equal(tensor, found[path])] == []
 
 

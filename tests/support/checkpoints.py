@@ -15,10 +15,10 @@ def tensors(value, path=""):
             yield from tensors(item, f"{path}/{index}")
 
 
-def checkpoint(folder):
+def checkpoint(folder, iteration=3):
     """Weights, moments of the gradients, generator states: every tensor of every rank's file."""
     found = {}
-    for file in sorted((folder / "iter_0000003").rglob("*.pt")):
+    for file in sorted((folder / f"iter_{iteration:07d}").rglob("*.pt")):
         state = torch.load(file, weights_only=False)
         found |= {f"{file.relative_to(folder)}{path}": tensor for path, tensor in tensors(state)}
     assert any("exp_avg_sq" in path for path in found)
