@@ -13,7 +13,7 @@ one of them import it when they are used.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_adacc.adaptive.controller import enable_memory_optim
+    from megatron_adacc.adaptive.enable import enable_memory_optim
     from megatron_adacc.runtime.attach import attach
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
 
         return attach
     if name == "enable_memory_optim":
-        from megatron_adacc.adaptive.controller import enable_memory_optim
+        from megatron_adacc.adaptive.enable import enable_memory_optim
 
         return enable_memory_optim
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

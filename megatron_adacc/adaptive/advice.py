@@ -1,9 +1,9 @@
 """What a person may want to change: each is said once, at a check that shows it.
 
-seen                                                                     advice
-the loss varies more than before, checks are far apart                   lower max_interval
-steps take longer than the plan's own price list says                    which op is slower than it was timed
-a buffer's outliers need more columns than the plan reserves             (in the decision itself)
+seen                                                   advice
+the loss varies more than before, checks are far apart  lower max_interval
+steps take longer than before (adaptive/speed.py)       the op or collective that is slower than it was timed
+a peak above its prediction (adaptive/controller.py)    by how much; beyond the limit the plan is solved again
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""enable_memory_optim(): attach with adaptation, and the handle whose step() is called between training steps.
+"""The handle of attached layers that adapt; its step() is called between training steps.
 
 A training step ends with ``handle.step(loss)``, after the optimizer's. Everything that changes, changes there: a step
 runs from beginning to end under one plan and with one list of outlier channels for each buffer.
@@ -10,12 +10,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_adacc.adaptive.advice import Advice
 from megatron_adacc.adaptive.config import Config
@@ -30,61 +29,22 @@ from megatron_adacc.adaptive.history import (
 from megatron_adacc.adaptive.limits import excess_of, tightened
 from megatron_adacc.adaptive.monitor import Monitor, device_of
 from megatron_adacc.adaptive.news import News, agreed, changes, reasons
-from megatron_adacc.adaptive.policies import layers_of, staged_policy
 from megatron_adacc.adaptive.retry import Retry
 from megatron_adacc.adaptive.schedule import Schedule
 from megatron_adacc.adaptive.signals import LossWatch, MemoryWatch, allocator_peak
+from megatron_adacc.adaptive.speed import SLOW, SpeedCheck, StepClock
 from megatron_adacc.adaptive.staged import Staged
 from megatron_adacc.adaptive.state import load_state, state_of
 from megatron_adacc.cost.limits import Limit, written_bytes
 from megatron_adacc.cost.stage_plan import StagePlan
+from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.planner import Plan
-from megatron_adacc.runtime.attach import MIN_BYTES, Handle, attach, room_on
+from megatron_adacc.runtime.attach import Handle
 from megatron_adacc.runtime.report import stage_report
-from megatron_adacc.runtime.setting import Setting
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-def enable_memory_optim(
-    model: nn.Module | Sequence[nn.Module],
-    config: Config | Mapping[str, Any] | Path | str | None = None,
-    *,
-    groups: Sequence[dist.ProcessGroup] = (),
-) -> AdaptiveHandle:
-    """Attach with adaptation, for any training loop.
-
-        handle = enable_memory_optim(model, {"max_interval": 32})
-        for batch in batches:
-            loss = train_step(model, batch)          # forward, backward, optimizer
-            handle.step(loss)
-
-    Args:
-        model: the layers, as for attach(); or a model that contains them in a ModuleList (each outermost ModuleList is
-            a stack of layers; a model without one is one layer).
-        config: settings as a Config, a dict, or the path of a YAML file; None for the defaults.
-        groups: process groups whose ranks hold the same layers and channels, such as data-parallel ones (not
-            tensor-parallel: their ranks hold different channels). All ranks of a group call step() equally often.
-
-    Returns:
-        a handle; ``handle.detach()`` leaves the layers as they were. It is a context manager. Where step() is never
-        called the first plan stays as it is.
-
-    Raises:
-        UserError: settings or layers that are not right, as Config and attach() say.
-    """
-    if config is None or isinstance(config, Mapping):
-        config = Config.from_mapping(config or {})
-    elif not isinstance(config, Config):
-        config = Config.load(config)
-    layers = layers_of(model)
-    setting = None
-    if config.plan == "auto":
-        limit = None if config.limit is None else Limit.parse(config.limit)
-        setting = Setting(limit, room_on, groups=groups, error_budget=config.error_budget, min_bytes=MIN_BYTES)
-    return AdaptiveHandle(attach(layers, staged_policy(config, layers, setting, groups)), config, groups)
 
 
 class AdaptiveHandle:
@@ -110,6 +70,9 @@ class AdaptiveHandle:
         self._memory = MemoryWatch(config.memory_share, peak_share or (lambda: allocator_peak(device)))
         self._plan_groups = [g for g in (groups if plan_groups is None else plan_groups) if g.size() > 1]
         self._gradients = GradientCheck(attached, preserve)
+        self._speed = SpeedCheck(attached, self._timed_us, preserve)
+        self._clock = StepClock()
+        self._slow = False
         self._advice = Advice()
         self._first_measured = False
         self._detached = False
@@ -135,6 +98,8 @@ class AdaptiveHandle:
             return
         self.steps += 1
         self.monitor.share_lists()
+        self._clock.ended()
+        self._say_what_is_slower()
         news = News()
         jump = None if loss is None else self.loss_watch.jump(float(loss))
         if jump is not None:
@@ -157,9 +122,25 @@ class AdaptiveHandle:
             self._decide(news)
         if checked:
             self._advise()
+        self._slow = news.slow and not news.why
         self._look_ahead()
 
+    def _timed_us(self, graph: LayerGraph, op: int) -> float | None:
+        auto = self.policy.auto
+        return None if auto is None else auto.timed_us(graph, op)
+
+    def _say_what_is_slower(self) -> None:
+        if not self._slow:
+            return
+        self._slow = False
+        self._speed.disarm()
+        slower = (
+            "; ".join(self._speed.lines) or "no op of the layers is slower than it was timed, so it is outside them"
+        )
+        logger.warning("Steps take %.1f times as long as before: %s.", self._clock.times, slower)
+
     def _check(self, news: News) -> None:
+        news.slow = self.policy.auto is not None and self._clock.times > SLOW
         findings = [finding for finding in self.monitor.judge() if finding.changed]
         self.monitor.disarm()
         self.monitor.place_lists({f.key: f.listed.channels for f in findings if f.listed is not None})
@@ -279,6 +260,7 @@ class AdaptiveHandle:
 
     def _decide(self, news: News) -> None:
         news.changed.append(f"next check after step {self.schedule.next_check}")
+        self._clock.begin_again()
         plan = bytes_by_action(self.attached)
         self.decisions.append(Decision(self.steps, tuple(news.why), tuple(news.changed), news.effect, plan))
         logger.info("%s", self.decisions[-1])
@@ -294,6 +276,8 @@ class AdaptiveHandle:
             self.monitor.arm()
         if self._gradients_due(self.steps + 1):
             self._gradients.arm()
+        elif self._slow:
+            self._speed.arm()
 
     def memory_excess(self) -> int:
         """Bytes that are held now beyond the limit of the solved plan; 0 where there is none. On a GPU by its
@@ -344,6 +328,7 @@ class AdaptiveHandle:
         """As attach()'s handle says. What its forwards encode is not counted in a check."""
         self.monitor.disarm()
         self._gradients.disarm()
+        self._speed.disarm()
         try:
             return self.attached.gradient_errors(loss)
         finally:

@@ -21,6 +21,7 @@ class News:
     exact        places of layers whose lossy actions end
     over_share   the peak as a share of the device's memory, where it is too large
     more_bytes   on the device beside what the model says
+    slow         steps take far longer than before: look which op does
     effect       what the solver predicts of it"""
 
     why: list[str] = field(default_factory=list)
@@ -31,6 +32,7 @@ class News:
     exact: set[int] = field(default_factory=set)
     over_share: float = 0.0
     more_bytes: int = 0
+    slow: bool = False
     effect: str = ""
 
 
@@ -44,6 +46,7 @@ def agreed(own: News, groups: Sequence[dist.ProcessGroup]) -> News:
         for other in everyone:
             own.resolve |= other["resolve"]
             own.again |= other["again"]
+            own.slow |= other["slow"]
             own.exact |= other["exact"]
             own.over_share = max(own.over_share, other["over_share"])
             own.more_bytes = max(own.more_bytes, other["more_bytes"])

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 MEAN_WEIGHT = 0.9  # of the past, in the running mean of the loss
-RECENT, FORMER = 10, 100  # losses over which their variation is averaged
+RECENT, FORMER = 10, 1000  # losses over which their variation is averaged
+ENOUGH = 100  # losses before the two are compared
 NEWS = 0.01  # a peak is reported again when it has grown by this share of the memory
 
 
@@ -16,7 +17,7 @@ class LossWatch:
     """Compares each loss with the running mean m of those before it, and its recent variation with the former one.
 
     jump where loss > m + share |m|;   m <- 0.9 m + 0.1 loss,  after a jump m <- loss
-    d = ((loss - m) / m)^2 averaged over about 10 and about 100 losses: recent and former variation
+    d = ((loss - m) / m)^2 averaged over about 10 and about 1000 losses: recent and former variation
 
     A loss that is not finite is passed over: the loss scaler deals with it."""
 
@@ -45,7 +46,7 @@ class LossWatch:
 
     def volatility(self) -> float:
         """How many times the former variation of the loss the recent one is; 1 while too few were seen."""
-        if self.losses < FORMER or not self.former:
+        if self.losses < ENOUGH or not self.former:
             return 1.0
         return math.sqrt(self.recent / self.former)
 

@@ -1,11 +1,11 @@
 """Run one layer forward and backward beside the training, to see what its backward needs.
 
-The layer runs on stand-ins: parameters that share the data of its own but have gradients, hooks and Megatron's
-``main_grad`` of their own, copies of its module buffers, and copies of its inputs (cost/arguments.py). So no gradient
-of the training, no hook of its parameters and no running statistic is touched. Put back are torch's, Python's and
-NumPy's default generators, torch generators among the layer's attributes and arguments, and plain attributes of the
-modules. What else a forward changes (Megatron's tracker of random states) is the caller's to put back. Hooks of
-modules run as in any forward and backward.
+The layer runs on stand-ins: parameters, and attributes with a gradient, that share the data of its own but have
+gradients, hooks and Megatron's ``main_grad`` of their own, copies of its module buffers, and copies of its inputs
+(cost/arguments.py). So no gradient of the training, no hook of its parameters and no running statistic is touched.
+Put back are torch's, Python's and NumPy's default generators, torch generators among the layer's attributes and
+arguments, and plain attributes of the modules. What else a forward changes (Megatron's tracker of random states) is
+the caller's to put back. Hooks of modules run as in any forward and backward.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ def stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
                     if id(parameter) not in found:
                         found[id(parameter)] = _stand_in(parameter, scratch)
                     replaced.append((submodule._parameters, name, parameter))
+            for name, value in submodule.__dict__.items():
+                # FSDP1 puts views of its flat parameter there: a backward must not go on to it.
+                if isinstance(value, Tensor) and value.requires_grad and has_plain_storage(value):
+                    if id(value) not in found:
+                        found[id(value)] = nn.Parameter(value.detach())
+                    replaced.append((submodule.__dict__, name, value))
             for name, buffer in submodule._buffers.items():
                 if isinstance(buffer, Tensor):
                     if id(buffer) not in copies:

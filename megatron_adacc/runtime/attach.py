@@ -9,6 +9,7 @@ from typing import Any, Self
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_adacc.cost.limits import Limit
@@ -24,6 +25,7 @@ from megatron_adacc.runtime.layer import LayerForward
 from megatron_adacc.runtime.policy import Policy, policy_for
 from megatron_adacc.runtime.report import report, stage_report
 from megatron_adacc.runtime.setting import Setting
+from megatron_adacc.runtime.sharding import refuse_parts
 from megatron_adacc.runtime.states import CodecStates
 from megatron_adacc.runtime.traces import TraceCache
 
@@ -37,6 +39,7 @@ def attach(
     *,
     limit: str | None = None,
     error_budget: float = 0.0,
+    groups: Sequence[dist.ProcessGroup] = (),
     setting: Setting | None = None,
     min_bytes: int = MIN_BYTES,
     traces_per_class: int = TRACES_PER_CLASS,
@@ -56,7 +59,11 @@ def attach(
             plan. Default: the device's memory less 5 %.
         error_budget: for "auto", the relative gradient error that lossy actions may cost, as the root mean square over
             the layers; 0 allows none.
-        setting: for "auto", more about the run than the limit; the limit and the error budget are then in it.
+        groups: for "auto", process groups whose ranks train the same layers on inputs of the same shapes at the same
+            time, such as the ranks that FSDP shards over: all get the plan of the first, as soon as there is one (in
+            the first forward, where every layer has a twin). Without, each rank has the plan that its own times
+            suggest; no gradient depends on that.
+        setting: for "auto", more about the run than the limit; limit, error budget and groups are then in it.
         min_bytes: smaller buffers are kept by the plans that are made here.
         traces_per_class: how many call keys (shapes and the like) are remembered for each layer class.
 
@@ -64,8 +71,9 @@ def attach(
         a handle; ``handle.detach()`` leaves the layers as they were. It is a context manager.
 
     Raises:
-        UserError: no layer, a layer twice or inside another, one that is attached already, no such plan, a limit
-            or error budget that cannot be read or that comes with another plan than "auto".
+        UserError: no layer, a layer twice or inside another, one that is attached already, one with parts that are
+            sharded by themselves (FSDP), no such plan, a limit or error budget that cannot be read, or a limit, error
+            budget or groups that come with another plan than "auto".
     """
     modules = _modules(layers)
     classes: dict[Hashable, dict[int, nn.Module]] = {}
@@ -76,13 +84,17 @@ def attach(
     if plan == "auto":
         if setting is None:
             read = None if limit is None else Limit.parse(limit)
-            setting = Setting(read, room_on, error_budget=error_budget, min_bytes=min_bytes)
+            setting = Setting(read, room_on, groups=groups, error_budget=error_budget, min_bytes=min_bytes)
         policy = Auto(setting, tuple(tuple(members) for members in classes.values()))
     elif limit is not None:
         raise UserError(f"A limit is for the plan 'auto'; the plan {str(plan)!r} does not look at one: leave it out.")
     elif error_budget:
         raise UserError(
             f"An error budget is for the plan 'auto'; the plan {str(plan)!r} does not look at one: leave it out."
+        )
+    elif groups:
+        raise UserError(
+            f"Process groups are for the plan 'auto'; the plan {str(plan)!r} is the same on all ranks: leave them out."
         )
     elif isinstance(plan, str | Plan | Path):
         policy = policy_for(str(plan) if isinstance(plan, Path) else plan, min_bytes)
@@ -129,6 +141,7 @@ def _modules(layers: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
                 raise UserError(
                     f"A {type(sub).__name__} inside this {type(module).__name__} is attached already; detach it first."
                 )
+        refuse_parts(module, f"This {type(module).__name__}")
     return modules
 
 

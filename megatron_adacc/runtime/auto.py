@@ -172,6 +172,12 @@ class Auto:
             replace(one, error=errors[one.buffer, one.label]) for one in choices if (one.buffer, one.label) in errors
         )
 
+    def timed_us(self, graph: LayerGraph, op: int) -> float | None:
+        """Microseconds of an op as it was timed; None for one that was not, and for graphs that were not."""
+        if self._measured is None or fingerprint(graph) not in self._facts:
+            return None
+        return self._measured.op_us(graph, op)
+
     def _prices(self, device: torch.device) -> MeasuredPrices:
         if self._measured is None:
             self._measured = MeasuredPrices(device, PriceCache.of(device))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import format_table
+from megatron_adacc.graph.storages import has_plain_storage
 
 
 def named_parameters(layers: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
@@ -40,6 +41,11 @@ def gradients(loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) ->
             )
         found = torch.autograd.grad(value, parameters, allow_unused=True)
     if all(g is None for g in found):
+        if not all(has_plain_storage(p) for p in parameters):
+            raise UserError(
+                "gradient_errors() finds no gradients of parameters that are sharded (FSDP): call it on a model that is "
+                "not, or use enable_memory_optim() with check_gradients_every, which compares layer by layer."
+            )
         raise UserError("gradient_errors(): the loss does not depend on any parameter of the attached layers.")
     return list(found)
 

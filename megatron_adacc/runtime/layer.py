@@ -23,6 +23,7 @@ from megatron_adacc.runtime.errors import modified
 from megatron_adacc.runtime.graph_walk import storages_of
 from megatron_adacc.runtime.key import LiveState, arguments_key, environment_key
 from megatron_adacc.runtime.program import Program
+from megatron_adacc.runtime.sharding import refuse_absent, refuse_parts
 from megatron_adacc.runtime.stash import Stash, unpack
 from megatron_adacc.runtime.traces import LookedAt, Trace, TraceCache
 
@@ -152,6 +153,8 @@ class LayerForward:
 
     def _trace(self, trace: Trace, args: Any, kwargs: Any) -> Any:
         """Run the call under the tracer, then stash it as its own trace allows."""
+        refuse_parts(self.module, self.name)  # sharded since it was attached
+        refuse_absent(self.module, self.name)
         tracer = Tracer(self.module, args, kwargs)
         inputs = [t for _, t in call_tensors(args, kwargs)]
         held_inputs = [t.detach() for t in inputs]

@@ -11,7 +11,8 @@ from drifting import HIDDEN, ROWS, Stack, grow, train
 from torch import nn
 
 from megatron_adacc import enable_memory_optim
-from megatron_adacc.adaptive.controller import AdaptiveHandle, layers_of
+from megatron_adacc.adaptive.controller import AdaptiveHandle
+from megatron_adacc.adaptive.policies import layers_of
 from megatron_adacc.errors import UserError
 
 NORM = "norm/native_layer_norm.0"
