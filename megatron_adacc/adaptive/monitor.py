@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_adacc.adaptive.config import Config
 from megatron_adacc.codecs import ChannelStatistics, Codec, OutlierState, State
@@ -33,6 +33,7 @@ from megatron_adacc.runtime.agree import first_rank_says
 from megatron_adacc.runtime.attach import Handle
 from megatron_adacc.runtime.program import EncodeEntry, Entry, Program
 from megatron_adacc.runtime.stash import Stash
+from megatron_adacc.runtime.states import StateKey
 
 # Elements, about, that are looked at: for channel sums, and for the error.
 SAMPLE = 2**18
@@ -78,7 +79,8 @@ class Finding:
 class _Seen:
     """What the forwards of one step showed of a buffer."""
 
-    in_use: OutlierState | None
+    module: nn.Module
+    state_key: StateKey
     statistics: ChannelStatistics | None
     error: Tensor
 
@@ -134,7 +136,8 @@ class Monitor:
             seen = self._seen.get(key)
             if seen is None:
                 statistics = None if in_use is None else ChannelStatistics(in_use.num_channels, base.device)
-                seen = self._seen[key] = _Seen(in_use, statistics, error_of(entry.codec, base, state))
+                error = error_of(entry.codec, base, state)
+                seen = self._seen[key] = _Seen(stash.module, entry.state_key, statistics, error)
             if seen.statistics is not None:
                 seen.statistics.update(sample_of(base, entry.codec.channel_axis, SAMPLE))
 
@@ -189,11 +192,14 @@ class Monitor:
 
     def _finding(self, key: Key, seen: _Seen) -> Finding:
         overlap, listed, without_column = None, None, 0
-        if seen.in_use is not None and seen.statistics is not None:
-            columns = len(seen.in_use.channels)
+        # As they are now: ranks may have shared their lists since.
+        state = self._handle.states.known(seen.module, seen.state_key)
+        in_use = state if isinstance(state, OutlierState) else None
+        if in_use is not None and seen.statistics is not None:
+            columns = len(in_use.channels)
             sums, scores = seen.statistics.sums.tolist(), seen.statistics.z_scores().tolist()
             present = outliers_of(sums, scores, self._config.outlier_threshold)
-            overlap = overlap_of(sums, present[:columns], seen.in_use.channels)
+            overlap = overlap_of(sums, present[:columns], in_use.channels)
             without_column = len(present[columns:])
             if overlap < self._config.overlap:
                 listed = seen.statistics.highest(columns, self._config.outlier_threshold)
@@ -205,7 +211,7 @@ class Monitor:
             self.references.pop(key, None)  # the next check sees what the new list makes of it
         else:
             self.references[key] = error if grew else reference
-        return Finding(key, overlap, listed, seen.in_use, without_column, error, reference, grew)
+        return Finding(key, overlap, listed, in_use, without_column, error, reference, grew)
 
     def _reduce(self, group: dist.ProcessGroup) -> None:
         """Add statistics and average errors over the ranks that saw the same; one that saw less adds zeros."""

@@ -87,8 +87,8 @@ def test_a_volatile_loss_late_in_training_is_said_once():
         advice = Advice()
         watch = handle.loss_watch = LossWatch(1e9)
         generator = torch.Generator().manual_seed(0)
-        for i in range(ENOUGH + 20):
-            watch.jump(2.0 + (0.01 if i < ENOUGH else 0.2) * float(torch.randn((), generator=generator)))
+        for i in range(4 * ENOUGH):
+            watch.jump(2.0 + (0.01 if i < 4 * ENOUGH - 20 else 0.2) * float(torch.randn((), generator=generator)))
         assert watch.volatility() > 2
         for _ in range(4):
             handle.schedule = handle.schedule.after(handle.schedule.next_check, False)
