@@ -43,8 +43,8 @@ def gradients(loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) ->
     if all(g is None for g in found):
         if not all(has_plain_storage(p) for p in parameters):
             raise UserError(
-                "gradient_errors() finds no gradients of parameters that are sharded (FSDP): call it on a model that is "
-                "not, or use enable_memory_optim() with check_gradients_every, which compares layer by layer."
+                "gradient_errors() finds no gradients of parameters that are sharded (FSDP): call it on a model that "
+                "is not, or use enable_memory_optim() with check_gradients_every, which compares layer by layer."
             )
         raise UserError("gradient_errors(): the loss does not depend on any parameter of the attached layers.")
     return list(found)
