@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-from megatron_adacc.planner.problem import BufferItem, Problem
+from megatron_adacc.planner.problem import BufferItem, Problem, of_one_moment
 from megatron_adacc.planner.reason import Reason
 from megatron_adacc.planner.solution import COMPRESS, DROP, KEEP, LayerAnswer, Solution
 from megatron_adacc.planner.stage import layer_paths, solve_flow
@@ -42,8 +42,8 @@ def _room_of(problem: Problem, solution: Solution, class_index: int, places: lis
         others = math.fsum(a.outcome.error for place, a in enumerate(solution.layers) if place not in places)
         budget = max(0.0, budget - others)
     return replace(
-        problem,
-        classes=(replace(problem.classes[class_index], count=len(places)),),
+        of_one_moment(problem),
+        classes=(replace(problem.classes[class_index], count=len(places), left_bytes=0),),
         fixed_bytes=solution.peak_bytes - sum(held[place] for place in places),
         transient_bytes=0,
         error_budget=budget,

@@ -21,6 +21,7 @@ Costs are whole multiples of a unit (`Grid`), so that sums are exact and equal p
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,9 @@ from megatron_adacc.planner.validate import in_order
 
 # Nodes after one op. Real layers have some dozens.
 MOST_NODES = 2000
+
+# What a buffer may get: action, bytes, cost, error.
+_Option = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,46 @@ class TooWide(Exception):
     """A layer's graph of plans has more nodes than can be handled."""
 
 
-class LayerPaths:
+class PlanGraph:
+    """Plans of one layer as the paths through ``stages``."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        self.stages = stages
+
+    def values(self, byte_price: float, error_price: float) -> list[NDArray[np.float64]]:
+        """Of each stage the reduced costs of its edges: cost + byte_price * bytes + error_price * error."""
+        return [stage.cost + byte_price * stage.nbytes + error_price * stage.error for stage in self.stages]
+
+    def bounds(self, values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
+        """For each stage and node the least value of the rest of a path; the last entry is the end. The first entry's
+        only value is that of the cheapest plan. ``values``: of the edges of each stage."""
+        rest = [np.zeros(1)]
+        for stage, own in zip(reversed(self.stages), reversed(values), strict=True):
+            value = own + (rest[-1][stage.target] if len(stage.target) else 0.0)
+            nodes = len(stage.first) - 1
+            least = np.full(nodes, np.inf)
+            np.minimum.at(least, np.repeat(np.arange(nodes), np.diff(stage.first)), value)
+            rest.append(least)
+        return rest[::-1]
+
+    def detours(self, values: Sequence[NDArray[np.float64]]) -> tuple[float, list[NDArray[np.float64]]]:
+        """The least value of a plan, and for each stage and edge by how much the cheapest plan through the edge is
+        above it; infinite where there is no plan."""
+        rest = self.bounds(values)
+        cheapest = float(rest[0][0])
+        if not np.isfinite(cheapest):
+            return cheapest, [np.full(len(stage.target), np.inf) for stage in self.stages]
+        so_far = np.zeros(1)
+        above = []
+        for stage, own, behind in zip(self.stages, values, rest[1:], strict=True):
+            arrived = so_far[np.repeat(np.arange(len(so_far)), np.diff(stage.first))] + own
+            above.append(arrived + behind[stage.target] - cheapest)
+            so_far = np.full(len(behind), np.inf)
+            np.minimum.at(so_far, stage.target, arrived)
+        return cheapest, above
+
+
+class LayerPaths(PlanGraph):
     """The graph of a layer's plans. ``error_grid``: None to leave errors out of account. ``lossless``: codecs with an
     error are left out. Raises TooWide."""
 
@@ -84,7 +127,7 @@ class LayerPaths:
         for i, buffer in enumerate(layer.buffers):
             if not buffer.saved or any(c.again_us for c in buffer.codecs):
                 self._remembered |= 1 << i
-        self.stages: list[Stage] = []
+        super().__init__([])
         written = {site for op in layer.ops for site in op.writes}
         steps: list[tuple[OpItem | None, tuple[str, ...]]] = [(op, op.writes) for op in reversed(in_order(layer))]
         steps += [(None, (b.site,)) for b in layer.buffers if b.site not in written]
@@ -98,9 +141,8 @@ class LayerPaths:
         """The same without the codecs that have an error."""
         return LayerPaths(self.layer, self._cost_grid, self._error_grid, lossless=True)
 
-    def _options(self, buffer: BufferItem, needed: bool, asked: bool) -> list[tuple[str, int, int, int]]:
-        """(action, bytes, cost, error) that the buffer may get."""
-        options: list[tuple[str, int, int, int]] = []
+    def _options(self, buffer: BufferItem, needed: bool, asked: bool) -> list[_Option]:
+        options: list[_Option] = []
         if not buffer.must_hold:
             options.append((RECOMPUTE if buffer.saved else DROP, 0, 0, 0))
         if buffer.storable and (needed or buffer.must_hold):
@@ -125,7 +167,7 @@ class LayerPaths:
         targets: dict[int, int] = {}
         edges: list[list[tuple[int, int, int, int, tuple[tuple[int, str], ...]]]] = []
         for mask in nodes:
-            best: dict[int, list[tuple[int, int, int, tuple[tuple[int, str], ...]]]] = {}
+            best: dict[int, list[tuple[int, int, int, tuple[_Option, ...]]]] = {}
             needed = [self.layer.buffers[i].saved or bool(mask >> i & 1) for i in writes]
             options = [
                 self._options(self.layer.buffers[i], need, bool(mask >> i & 1))
@@ -139,16 +181,16 @@ class LayerPaths:
                 cost = sum(pick[2] for pick in choice) + (run_cost if runs else 0)
                 error = sum(pick[3] for pick in choice)
                 target = mask & ~mine | (asks if runs else 0)
-                holds = tuple((i, pick[0]) for i, pick in zip(writes, choice, strict=True))
-                best.setdefault(target, []).append((nbytes, cost, error, holds))
+                best.setdefault(target, []).append((nbytes, cost, error, choice))
             found = []
             for target, plans in best.items():
                 plans.sort(key=lambda plan: plan[:3])
                 node = targets.setdefault(target, len(targets))
-                kept: list[tuple[int, int, int]] = []
-                for nbytes, cost, error, holds in plans:
-                    if not any(c <= cost and e <= error for _, c, e in kept):
-                        kept.append((nbytes, cost, error))
+                kept: list[tuple[int, int, tuple[_Option, ...]]] = []
+                for nbytes, cost, error, choice in plans:
+                    if not any(c <= cost and e <= error and _stands_for(other, choice) for c, e, other in kept):
+                        kept.append((cost, error, choice))
+                        holds = tuple((i, pick[0]) for i, pick in zip(writes, choice, strict=True))
                         found.append((node, nbytes, cost, error, holds))
             edges.append(found)
         flat = [edge for found in edges for edge in found]
@@ -158,39 +200,17 @@ class LayerPaths:
         self.stages.append(Stage(first, numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3], edge_holds))
         return targets
 
-    def bounds(self, byte_price: float, error_price: float) -> list[NDArray[np.float64]]:
-        """For each stage and node the least reduced cost cost + byte_price * bytes + error_price * error of the rest
-        of a path; the last entry is the end. The first entry's only value is that of the cheapest plan."""
-        rest = [np.zeros(1)]
-        for stage in reversed(self.stages):
-            weight = stage.cost + byte_price * stage.nbytes + error_price * stage.error
-            value = weight + (rest[-1][stage.target] if len(stage.target) else 0.0)
-            nodes = len(stage.first) - 1
-            least = np.full(nodes, np.inf)
-            np.minimum.at(least, np.repeat(np.arange(nodes), np.diff(stage.first)), value)
-            rest.append(least)
-        return rest[::-1]
-
-    def detours(self, byte_price: float, error_price: float) -> tuple[float, list[NDArray[np.float64]]]:
-        """The least reduced cost of a plan, and for each stage and edge by how much the cheapest plan through the edge
-        is above it; infinite where there is no plan."""
-        rest = self.bounds(byte_price, error_price)
-        cheapest = float(rest[0][0])
-        if not np.isfinite(cheapest):
-            return cheapest, [np.full(len(stage.target), np.inf) for stage in self.stages]
-        so_far = np.zeros(1)
-        above = []
-        for stage, behind in zip(self.stages, rest[1:], strict=True):
-            weight = stage.cost + byte_price * stage.nbytes + error_price * stage.error
-            arrived = so_far[np.repeat(np.arange(len(so_far)), np.diff(stage.first))] + weight
-            above.append(arrived + behind[stage.target] - cheapest)
-            so_far = np.full(len(behind), np.inf)
-            np.minimum.at(so_far, stage.target, arrived)
-        return cheapest, above
-
 
 def _holds(action: str) -> bool:
     return action not in (RECOMPUTE, DROP)
+
+
+def _stands_for(one: tuple[_Option, ...], other: tuple[_Option, ...]) -> bool:
+    """Whether, buffer by buffer, the first never needs more: held, and while the layer runs (planner/floors.py)."""
+    return all(
+        a == b or (a[1] <= b[1] and (b[0] != KEEP or not a[0].startswith(COMPRESS)))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def enumerate_plans(
@@ -201,7 +221,7 @@ def enumerate_plans(
 
     ``most_error`` (units) leaves out plans above it. None when more than ``most_plans`` would be carried at once."""
     finite = np.isfinite(within)
-    rest = paths.bounds(byte_price, error_price) if finite else []
+    rest = paths.bounds(paths.values(byte_price, error_price)) if finite else []
     node = np.zeros(1, dtype=np.int64)
     nbytes, cost, error = (np.zeros(1, dtype=np.int64) for _ in range(3))
     history: list[tuple[Ints, Ints]] = []

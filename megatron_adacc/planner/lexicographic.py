@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from megatron_adacc.planner.flow import ClassFlow
 from megatron_adacc.planner.grid import Grid
 from megatron_adacc.planner.problem import Problem
 from megatron_adacc.planner.program import Answer, IntegerProgram, Term
@@ -38,7 +39,7 @@ class Formulation:
     cost: list[Term] = field(default_factory=list)
     weight: list[Term] = field(default_factory=list)
     error: list[Term] = field(default_factory=list)
-    flows: list[PricedFlow] = field(default_factory=list)
+    flows: list[ClassFlow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,15 @@ def solve(formulation: Formulation, problem: Problem, started: float, lightest: 
     minimise: Callable[[int | None], Answer] = partial(program.minimise, formulation.cost)
     if formulation.flows and formulation.cost:
         byte_price, *error_price = program.prices(formulation.cost, [memory, *rows])
-        prices = byte_price, sum(error_price)
-        minimise = Narrowing(program, formulation.cost, formulation.flows, prices, room, budget).minimise
+        flows = [
+            PricedFlow(
+                f.paths, f.edges, f.layers,
+                f.paths.values(byte_price * problem.classes[f.class_index].in_flight, sum(error_price)),
+            )
+            for f in formulation.flows
+        ]  # fmt: skip
+        worth = byte_price * room + sum(error_price) * budget
+        minimise = Narrowing(program, formulation.cost, flows, worth).minimise
     answer = minimise(None)
     if answer.status == "optimal":
         answer = _lightest(formulation, answer, minimise) if lightest else answer

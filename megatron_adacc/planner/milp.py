@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from megatron_adacc.planner import lexicographic
 from megatron_adacc.planner.lexicographic import Formulation
-from megatron_adacc.planner.problem import LayerClass, Problem
+from megatron_adacc.planner.problem import LayerClass, Problem, of_one_moment
 from megatron_adacc.planner.program import IntegerProgram
 from megatron_adacc.planner.solution import (
     COMPRESS,
@@ -48,6 +48,7 @@ class _LayerVariables:
 def solve(problem: Problem, time_limit_seconds: float = 60.0) -> Solution:
     """The plan of least cost, of equal cost least bytes. Raises UserError for a problem that contradicts itself."""
     validate(problem)
+    problem = of_one_moment(problem)
     started = time.monotonic()
     formulation = Formulation(
         IntegerProgram(started + time_limit_seconds), problem.fixed_bytes + problem.transient_bytes

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from megatron_adacc.planner import lexicographic
 from megatron_adacc.planner.lexicographic import Formulation
-from megatron_adacc.planner.problem import LayerClass, Problem
+from megatron_adacc.planner.problem import LayerClass, Problem, of_one_moment
 from megatron_adacc.planner.program import IntegerProgram
 from megatron_adacc.planner.solution import (
     COMPRESS,
@@ -38,6 +38,7 @@ def solve_paper(problem: Problem, time_limit_seconds: float = 10.0) -> Solution:
 
     Raises UserError for a problem that contradicts itself."""
     validate(problem)
+    problem = of_one_moment(problem)
     started = time.monotonic()
     program = IntegerProgram(started + time_limit_seconds)
     formulation = Formulation(program, problem.fixed_bytes + problem.transient_bytes)

@@ -17,7 +17,7 @@ The formulation is that of Adacc (arXiv 2508.00806) with dependencies (2) and a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class OpItem:
 
 @dataclass(frozen=True)
 class LayerClass:
-    """``count`` layers with equal graphs, one after another; of each, ``in_flight`` micro-batches are held at the
-    peak. Classes stand in the order of execution; those of one ``chunk`` (a virtual pipeline stage) run in one go."""
+    """``count`` layers with equal graphs; of each, ``in_flight`` micro-batches are held at the peak. Classes stand in
+    the order of execution; those of one ``chunk`` (a virtual pipeline stage) run in one go. ``left_bytes``: what a
+    layer's backward leaves behind (gradients), alive while the layers before it run theirs."""
 
     name: str
     buffers: tuple[BufferItem, ...]
@@ -70,16 +71,63 @@ class LayerClass:
     count: int = 1
     in_flight: int = 1
     chunk: int = 0
+    left_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """While ``chunk`` runs, ``alive[c]`` micro-batches of class c are alive, and ``beside_bytes`` that no plan
+    changes. ``head``: the loss head may run then, with the transient bytes."""
+
+    chunk: int
+    alive: tuple[int, ...]
+    beside_bytes: int = 0
+    head: bool = True
+
+    def reaches(self, other: Moment) -> bool:
+        """Whether never less is alive than at the other one, of the same chunk."""
+        more = all(a >= b for a, b in zip(self.alive, other.alive, strict=True))
+        return (
+            more and self.chunk == other.chunk and self.beside_bytes >= other.beside_bytes and self.head >= other.head
+        )
 
 
 @dataclass(frozen=True)
 class Problem:
     """One pipeline stage. ``fixed_bytes``: what no plan changes, parameters and the like. ``transient_bytes``: what
     is alive beside all held activations at the end of the forward pass (the loss head's). ``error_budget``: None
-    for no bound."""
+    for no bound. ``moments``: those of the schedule that may be the peak; without any, each chunk runs once while of
+    every class ``in_flight`` are alive. ``order``: the class of each layer in the order of execution; empty where each
+    class's layers lie together."""
 
     classes: tuple[LayerClass, ...]
     limit_bytes: int
     fixed_bytes: int = 0
     error_budget: float | None = None
     transient_bytes: int = 0
+    moments: tuple[Moment, ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """The class of each layer in the order of execution."""
+        return self.order or tuple(i for i, layer in enumerate(self.classes) for _ in range(layer.count))
+
+    @property
+    def possible_peaks(self) -> tuple[Moment, ...]:
+        """The moments that may be the peak, without those that another one of the same chunk reaches."""
+        alive = tuple(layer.in_flight for layer in self.classes)
+        chunks = sorted({layer.chunk for layer in self.classes})
+        moments = tuple(dict.fromkeys(self.moments)) or tuple(Moment(chunk, alive) for chunk in chunks)
+        return tuple(m for m in moments if not any(other != m and other.reaches(m) for other in moments))
+
+
+def of_one_moment(problem: Problem) -> Problem:
+    """The same without moments, order and what backwards leave: these bytes are counted as if they were always
+    there. For formulations with one row of bytes."""
+    left = [layer.left_bytes for layer in problem.classes for _ in range(layer.count)]
+    beside = max((moment.beside_bytes for moment in problem.moments), default=0)
+    return replace(
+        problem, classes=tuple(replace(layer, left_bytes=0) for layer in problem.classes), moments=(), order=(),
+        fixed_bytes=problem.fixed_bytes + sum(left) - min(left, default=0) + beside,
+    )  # fmt: skip

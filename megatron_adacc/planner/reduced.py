@@ -1,9 +1,10 @@
 """Which edges of a flow can matter, from the prices of the linear relaxation.
 
-At prices t >= 0 of a byte and s >= 0 of error let z_c be the cheapest path of a layer of class c, where an edge is
-worth cost_e + t F_c bytes_e + s error_e. For any such prices no plan within (4) and (5) costs less than
+At prices p_r >= 0 of the rows sum_e w_re f_e <= right_r (those of bytes and of error) let z_c be the cheapest path of
+flow c, which has L_c layers, where an edge is worth cost_e + sum_r p_r w_re. For any such prices no plan within the
+rows costs less than
 
-    bound = sum_c L_c z_c - t room - s budget                         (room: of the bytes, budget: of the error)
+    bound = sum_c L_c z_c - sum_r p_r right_r
 
 and none that uses edge e costs less than bound + r_e, r_e being by how much the cheapest path through e is above z_c.
 So once a plan of cost C is known, edges with r_e > C - bound are in no plan that is as cheap, and few are left. The
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_adacc.planner.frontier import LayerPaths
+from megatron_adacc.planner.frontier import PlanGraph
 from megatron_adacc.planner.program import Answer, IntegerProgram, Term
 
 # The first guess of how far the best plan is above the bound, as a part of the bound, and by what it grows.
@@ -29,28 +30,26 @@ _GROWTH = 8.0
 
 @dataclass(frozen=True)
 class PricedFlow:
-    """The flow of one class: its variables by stage, and how many layers and micro-batches in flight it has."""
+    """A flow: its variables by stage, how many layers it has, and of each stage what its edges are worth."""
 
-    paths: LayerPaths
+    paths: PlanGraph
     edges: tuple[tuple[int, ...], ...]
     layers: int
-    in_flight: int
+    values: Sequence[NDArray[np.float64]]
 
 
 class Narrowing:
     """Minimises the cost of flows over the edges that can matter."""
 
     def __init__(
-        self, program: IntegerProgram, cost: Sequence[Term], flows: Sequence[PricedFlow], prices: tuple[float, float],
-        room: int, budget: int,
-    ) -> None:  # fmt: skip
-        """prices: of a byte of (4) and of a unit of error."""
+        self, program: IntegerProgram, cost: Sequence[Term], flows: Sequence[PricedFlow], rows_worth: float
+    ) -> None:
+        """rows_worth: sum over the rows of their prices times their right sides."""
         self._program, self._cost, self._flows = program, cost, flows
-        byte_price, error_price = prices
-        self.bound = -byte_price * room - error_price * budget
+        self.bound = -rows_worth
         above: list[NDArray[np.float64]] = []
         for flow in flows:
-            cheapest, detours = flow.paths.detours(byte_price * flow.in_flight, error_price)
+            cheapest, detours = flow.paths.detours(flow.values)
             self.bound += flow.layers * cheapest
             above += detours
         self._variables = np.array([x for flow in flows for stage in flow.edges for x in stage], dtype=np.int64)

@@ -15,7 +15,7 @@ is evaluated again by :func:`evaluate_layer`, in exact bytes, before it is hande
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_adacc.planner.problem import BufferItem, CodecChoice, LayerClass, Problem
@@ -64,7 +64,8 @@ class Solution:
     peak_bytes      largest left side of (4) over all positions, fixed bytes included
     peak_by_class   the same over the positions of each class
     gap             cost over the proven bound, less one; None when optimal
-    least_bytes     infeasible: the least limit that has a plan; None when no limit has one
+    least_bytes     infeasible: a limit for which a plan was found; None when no limit has one
+    least_proven    whether no limit below least_bytes has a plan
     note            one sentence where something has to be said
     """
 
@@ -79,6 +80,7 @@ class Solution:
     solver_seconds: float = 0.0
     least_bytes: int | None = None
     note: str = ""
+    least_proven: bool = True
 
     def layers_of(self, class_index: int) -> tuple[LayerAnswer, ...]:
         """The layers of one class, in the order of execution."""
@@ -154,27 +156,50 @@ def within_budget(problem: Problem, error: float) -> bool:
 
 
 def peak_by_class(problem: Problem, layers: tuple[LayerAnswer, ...]) -> tuple[int, ...]:
-    """(4) for layers in the order of execution: for each class the largest need over its positions, in bytes.
-
-    The backward pass takes the layers last to first and frees each one's held bytes, so while layer l of a chunk runs
-    backward, of the newest micro-batch only the layers of its chunk up to l are alive, and beside them the extra
-    bytes of l; of the other in_flight - 1 micro-batches, and of other chunks, everything is:
-
-        need_l = fixed + sum_c in_flight_c held_c - sum of held_j, j after l in the same chunk + extra_l
-
-    The moment at which everything is held, with the transient bytes of the loss head, counts for every class."""
-    held = [0] * len(problem.classes)
-    for layer in layers:
-        held[layer.class_index] += layer.outcome.held_bytes
-    everything = problem.fixed_bytes + sum(c.in_flight * h for c, h in zip(problem.classes, held, strict=True))
-    peaks = [everything + problem.transient_bytes] * len(problem.classes)
-    freed: dict[int, int] = {}
-    for layer in reversed(layers):
-        chunk = problem.classes[layer.class_index].chunk
-        need = everything - freed.get(chunk, 0) + layer.extra_bytes
-        peaks[layer.class_index] = max(peaks[layer.class_index], need)
-        freed[chunk] = freed.get(chunk, 0) + layer.outcome.held_bytes
+    """(4) for layers in the order of execution: for each class the largest need over its positions, in bytes; see
+    :func:`needs`."""
+    peaks = [problem.fixed_bytes] * len(problem.classes)
+    rows = [(layer.class_index, layer.outcome.held_bytes, layer.extra_bytes) for layer in layers]
+    for position, need in needs(problem, rows):
+        for i in range(len(peaks)) if position is None else [rows[position][0]]:
+            peaks[i] = max(peaks[i], need)
     return tuple(peaks)
+
+
+def peak_bytes(problem: Problem, rows: Sequence[tuple[int, int, int]]) -> int:
+    """The largest of :func:`needs`."""
+    nothing = problem.fixed_bytes + problem.transient_bytes
+    return max((need for _, need in needs(problem, rows)), default=nothing)
+
+
+def needs(problem: Problem, rows: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int | None, int]]:
+    """(4) for layers in the order of execution, each (class index, held bytes, extra bytes): position and the bytes
+    alive while the layer there runs; position None for what is alive when a forward ends.
+
+    The backward pass takes the layers last to first; each frees what it held and leaves its gradients. So while layer l
+    of a chunk runs backward, of the newest micro-batch only the layers of its chunk up to l are alive, and beside them
+    the extra bytes of l; of the other micro-batches, and of other chunks, everything is. At each moment
+
+        everything = fixed + beside + sum_c alive_c held_c
+        need_l     = everything + extra_l + sum over j after l in the same chunk of (left_j - held_j)
+    """
+    held = [0] * len(problem.classes)
+    for index, nbytes, _ in rows:
+        held[index] += nbytes
+    backwards: dict[int, list[tuple[int, int]]] = {}
+    behind: dict[int, int] = {}
+    for position in range(len(rows) - 1, -1, -1):
+        index, nbytes, extra = rows[position]
+        chunk = problem.classes[index].chunk
+        after = behind.get(chunk, 0)
+        backwards.setdefault(chunk, []).append((position, after + extra))
+        behind[chunk] = after + problem.classes[index].left_bytes - nbytes
+    for moment in problem.possible_peaks:
+        everything = problem.fixed_bytes + moment.beside_bytes
+        everything += sum(alive * nbytes for alive, nbytes in zip(moment.alive, held, strict=True))
+        yield None, everything + (problem.transient_bytes if moment.head else 0)
+        for position, more in backwards.get(moment.chunk, []):
+            yield position, everything + more
 
 
 def assemble(

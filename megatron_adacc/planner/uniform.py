@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from megatron_adacc.planner import milp
-from megatron_adacc.planner.problem import LayerClass, Problem
+from megatron_adacc.planner.problem import LayerClass, Problem, of_one_moment
 from megatron_adacc.planner.solution import Extra, LayerAnswer, Solution, assemble, evaluate_layer, peak_by_class
 
 # So often the room for extra bytes is corrected.
@@ -24,18 +24,19 @@ def solve_uniform(problem: Problem, extra: Extra | None = None, time_limit_secon
     itself."""
     started = time.monotonic()
     reserve = problem.transient_bytes
-    whole = tuple(_as_one(layer) for layer in problem.classes)
+    one = of_one_moment(problem)
+    one = replace(one, classes=tuple(_as_one(layer) for layer in one.classes))
     for _ in range(_ATTEMPTS):
         left = max(0.1, started + time_limit_seconds - time.monotonic())
-        found = milp.solve(replace(problem, classes=whole, transient_bytes=reserve), left)
+        found = milp.solve(replace(one, transient_bytes=reserve), left)
         if not found.layers:
             return replace(found, solver_seconds=time.monotonic() - started)
-        layers: list[LayerAnswer] = []
-        for one in found.layers:
-            layer = problem.classes[one.class_index]
-            extra_bytes = extra(one.class_index, one.actions) if extra else 0
-            answer = LayerAnswer(one.class_index, one.actions, evaluate_layer(layer, one.actions), extra_bytes)
-            layers += [answer] * layer.count
+        of_class = {}
+        for answer in found.layers:
+            index, actions = answer.class_index, answer.actions
+            outcome = evaluate_layer(problem.classes[index], actions)
+            of_class[index] = LayerAnswer(index, actions, outcome, extra(index, actions) if extra else 0)
+        layers = [of_class[index] for index in problem.sequence]
         peak = max(peak_by_class(problem, tuple(layers)))
         over = peak - problem.limit_bytes
         if over <= 0:

@@ -28,11 +28,28 @@ def validate(problem: Problem) -> None:
             raise UserError(f"Layer classes of one chunk must stand together, but chunk {later} comes twice.")
     for layer in problem.classes:
         _validate_layer(layer)
-    most = sum(c.count * c.in_flight * sum(_most_bytes(buffer) for buffer in c.buffers) for c in problem.classes)
+    _validate_schedule(problem)
+    alive = [max([c.in_flight, *(m.alive[i] for m in problem.moments)]) for i, c in enumerate(problem.classes)]
+    most = sum(
+        c.count * times * sum(_most_bytes(buffer) for buffer in c.buffers)
+        for c, times in zip(problem.classes, alive, strict=True)
+    )
     if most > LARGEST_BYTES:
         raise UserError(
             f"All that could be held, {most} bytes over all layers, is above what the planner counts, {LARGEST_BYTES}."
         )
+
+
+def _validate_schedule(problem: Problem) -> None:
+    counted = Counter(problem.order)
+    if problem.order and counted != {i: layer.count for i, layer in enumerate(problem.classes)}:
+        raise UserError("The problem's order must name each layer class as often as it has layers.")
+    for moment in problem.moments:
+        if len(moment.alive) != len(problem.classes):
+            raise UserError("A moment must say of each layer class how many of its micro-batches are alive.")
+        for i, layer in enumerate(problem.classes):
+            if moment.alive[i] < (layer.chunk == moment.chunk):
+                raise UserError(f"While chunk {moment.chunk} runs, a micro-batch of it must be alive.")
 
 
 def _most_bytes(buffer: BufferItem) -> int:
@@ -41,6 +58,7 @@ def _most_bytes(buffer: BufferItem) -> int:
 
 def _validate_layer(layer: LayerClass) -> None:
     where = f" of layer class {layer.name}" if layer.name else ""
+    _check_number(layer.left_bytes, f"The left_bytes{where}")
     for name in ("count", "in_flight"):
         if getattr(layer, name) < 1:
             raise UserError(f"The {name}{where} must be at least 1, not {getattr(layer, name)}.")
