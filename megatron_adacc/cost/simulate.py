@@ -70,6 +70,11 @@ class Simulator:
         return self._context.device
 
     @property
+    def timeline(self) -> Timeline | None:
+        """The rehearsal that is followed; None where a layer is taken to need what it holds."""
+        return self._timeline
+
+    @property
     def input_bytes(self) -> int:
         """Bytes of the differentiable inputs, held or not."""
         graph = self._graph

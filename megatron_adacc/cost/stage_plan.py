@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_adacc.cost.floors import layer_floors
 from megatron_adacc.cost.layer_problem import LayerProblem
 from megatron_adacc.cost.limits import Limit, least_written, written_bytes
 from megatron_adacc.cost.simulate import Fates, LayerMemory, Simulator
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.planner import LayerPlan, Plan
-from megatron_adacc.planner.problem import LayerClass, Problem
-from megatron_adacc.planner.solution import LayerAnswer, Solution, evaluate_layer
+from megatron_adacc.planner.floors import Floor
+from megatron_adacc.planner.problem import LayerClass, Moment, Problem
+from megatron_adacc.planner.solution import LayerAnswer, Solution, evaluate_layer, peak_bytes
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,22 @@ class ClassFacts:
         """With everything held."""
         return self.simulator.memory(Fates({}, frozenset()))
 
+    @functools.cached_property
+    def floors(self) -> tuple[Floor, ...]:
+        """What a layer needs at least while it runs, by its actions."""
+        timeline = self.simulator.timeline
+        return () if timeline is None else layer_floors(self.problem, timeline, self.simulator.input_bytes)
+
 
 class NothingFits(UserError):
-    """No plan is within the limit. ``least_bytes``: the least limit that may have one, None where it is not known."""
+    """No plan is within the limit. ``least_bytes``: a limit for which there is one, None where none is known; but what
+    is alive without any activation is no plan, and where that is too much, this is only what the limit must not be
+    below. ``proven``: that no limit below it has a plan."""
 
-    def __init__(self, message: str, least_bytes: int | None) -> None:
+    def __init__(self, message: str, least_bytes: int | None, proven: bool = True) -> None:
         super().__init__(message)
         self.least_bytes = least_bytes
+        self.proven = proven
 
 
 @dataclass(frozen=True)
@@ -146,30 +157,38 @@ def _shared(facts: Sequence[ClassFacts]) -> int:
 def question(facts: Sequence[ClassFacts], limit: Limit, room: Room, error_budget: float | None) -> Problem:
     """What the planner is asked; see :func:`plan_stage`. Raises NothingFits where the limit is too little for what is
     alive without any activation."""
-    whole = limit.total_bytes is not None
-    shared = _shared(facts)
-    flights = max((f.layer_class.in_flight for f in facts), default=1)
-    # While a layer runs, at most all others have left their gradients.
-    gradients = sum(len(f.places) * f.gradient_bytes for f in facts)
-    gradients -= min((f.gradient_bytes for f in facts), default=0)
-    if limit.total_bytes is not None:
-        limit_bytes, fixed = limit.total_bytes, room.fixed_bytes + flights * shared + gradients
-        classes = tuple(f.layer_class for f in facts)
-    else:
+    layers = sum(len(f.places) for f in facts)
+    squares = None if error_budget is None else layers * error_budget**2
+    if limit.total_bytes is None:
         assert limit.share is not None
-        # Rounded down: not a byte more than the share.
-        limit_bytes, fixed = math.floor(limit.share * plain_bytes(facts)), shared
         classes = tuple(replace(f.layer_class, in_flight=1) for f in facts)
-    if whole and limit_bytes < room.floor_bytes:
+        # Rounded down: not a byte more than the share.
+        return Problem(classes, math.floor(limit.share * plain_bytes(facts)), _shared(facts), squares)
+    if limit.total_bytes < room.floor_bytes:
         raise NothingFits(
             f"No plan fits into {limit}: parameters, gradients and optimizer state alone need "
             f"{written_bytes(room.floor_bytes)} during the optimizer's step; share the model by more ranks, or use the "
             "distributed optimizer.",
             room.floor_bytes,
         )
-    layers = sum(len(f.places) for f in facts)
-    squares = None if error_budget is None else layers * error_budget**2
-    return Problem(classes, limit_bytes, fixed, squares, room.transient_bytes if whole else 0)
+    return replace(_account(facts, room), limit_bytes=limit.total_bytes, error_budget=squares)
+
+
+def _account(facts: Sequence[ClassFacts], room: Room) -> Problem:
+    """What of the device's bytes is alive when, as the planner counts it."""
+    classes = tuple(replace(f.layer_class, left_bytes=f.gradient_bytes) for f in facts)
+    shared = _shared(facts)
+    moments = tuple(
+        Moment(chunk, tuple(alive[c.chunk] for c in classes), max(alive, default=1) * shared, chunk == len(alive) - 1)
+        for chunk, alive in room.moments or _moments(classes)
+    )
+    placed = sorted(
+        (c.chunk, place, i) for i, (c, f) in enumerate(zip(classes, facts, strict=True)) for place in f.places
+    )
+    return Problem(
+        classes, 0, room.fixed_bytes, transient_bytes=room.transient_bytes, moments=moments,
+        order=tuple(i for _, _, i in placed),
+    )  # fmt: skip
 
 
 def plan_stage(
@@ -182,28 +201,40 @@ def plan_stage(
     activations, as a part of what the plain run holds. ``error_budget``: the root mean square over the layers of
     their relative gradient errors (cost/errors.py) that lossy actions may cost; 0 allows none, None any.
 
-    Raises NothingFits, a UserError that names the least limit that has a plan, where nothing fits."""
+    Raises NothingFits, a UserError that names a limit that has a plan, the least where that is known, where nothing
+    fits."""
     from megatron_adacc.planner.stage import solve_stage  # OR-Tools is needed here and nowhere before
 
     facts = tuple(facts)
-    problem = question(facts, limit, room, error_budget)
+    problem = asked = question(facts, limit, room, error_budget)
     limit_bytes, whole = problem.limit_bytes, limit.total_bytes is not None
 
-    def extra(index: int, actions: Mapping[str, str]) -> int:
-        return facts[index].simulator.memory(facts[index].problem.fates(actions)).extra
+    known: dict[tuple[int, frozenset[tuple[str, str]]], int] = {}
 
-    solution = solve_stage(problem, extra if whole else None, time_limit_seconds=time_limit_seconds)
+    def extra(index: int, actions: Mapping[str, str]) -> int:
+        simulator, fates = facts[index].simulator, facts[index].problem.fates
+        key = id(simulator), frozenset(actions.items())  # classes of several chunks share one
+        if key not in known:
+            known[key] = simulator.memory(fates(actions)).extra
+        return known[key]
+
+    def solve() -> Solution:
+        if not whole:
+            return solve_stage(problem, time_limit_seconds=time_limit_seconds)
+        return solve_stage(problem, extra, [f.floors for f in facts], time_limit_seconds)
+
+    solution = solve()
     while solution.layers:
         predicted = _predicted(facts, solution, room, name)
         over = predicted.peak_bytes - limit_bytes
         if not whole or over <= 0:
             break
-        # The planner takes the layers of a class to lie one after another; where they do not, its account of what is
-        # freed before a layer's backward may be too good, and is corrected here.
+        # The planner's bytes of a layer and the simulator's are the same but for several saved states of one storage.
         problem = replace(problem, fixed_bytes=problem.fixed_bytes + over)
-        solution = solve_stage(problem, extra, time_limit_seconds=time_limit_seconds)
+        solution = solve()
     if not solution.layers:
-        raise NothingFits(_too_little(solution, limit, facts), solution.least_bytes)
+        solution = replace(solution, least_proven=solution.least_proven and problem == asked)
+        raise NothingFits(_too_little(solution, limit, facts), solution.least_bytes, solution.least_proven)
     predictions = (none_predicted(facts, room), full_predicted(facts, room), predicted)
     return StagePlan(_plan(facts, solution, name), predictions, solution, facts, limit, limit_bytes, problem)
 
@@ -213,10 +244,11 @@ def _too_little(solution: Solution, limit: Limit, facts: Sequence[ClassFacts]) -
     if least is None:
         return f"No plan fits into {limit}: {solution.note or 'the solver found none'}."
     if limit.share is None:
-        return (
-            f"No plan fits into {limit}: the least limit that works is {least_written(least)} "
-            f"({least:,} bytes); give at least that, a smaller micro-batch, or allow lossy actions."
-        )
+        written = f"{least_written(least)} ({least:,} bytes)"
+        found = f"No plan fits into {limit}: the least limit that works is {written}; give at least that"
+        if not solution.least_proven:
+            found = f"No plan was found that fits into {limit}: a limit of {written} works; give at least that"
+        return f"{found}, a smaller micro-batch, or allow lossy actions."
     percent = -(-10000 * least // max(1, plain_bytes(facts))) / 100
     return (
         f"No plan fits into {limit}: the least limit that works is {percent:.2f}% ({least:,} bytes); give at least "
@@ -311,25 +343,17 @@ def _checkpointed(fact: ClassFacts) -> LayerMemory:
 def _prediction(
     facts: Sequence[ClassFacts], room: Room, name: str, indices: list[int], memories: list[LayerMemory], added_us: float
 ) -> Prediction:
-    """The same account for every strategy: layer l runs while those after it in its chunk are gone (planner's (4)).
-    The planner knows one count of micro-batches for each chunk; here all of the schedule's moments are looked at."""
-    classes = [f.layer_class for f in facts]
-    shared = _shared(facts)
-    rows = list(zip(_positions(facts, indices), indices, memories, strict=True))
-    rows.sort(key=lambda row: row[0], reverse=True)
-    held = sum(m.held for m in memories)
-    peak = room.floor_bytes
-    for chunk, alive in room.moments or _moments(classes):
-        everything = room.fixed_bytes + max(alive, default=1) * shared
-        everything += sum(alive[classes[i].chunk] * memory.held for _, i, memory in rows)
-        if chunk == len(alive) - 1:
-            peak = max(peak, everything + room.transient_bytes)
-        for _, i, memory in rows:
-            if classes[i].chunk == chunk:
-                peak = max(peak, everything + memory.extra)
-                everything += facts[i].gradient_bytes - memory.held
+    """The same account for every strategy: the planner's (4). ``indices``, ``memories``: class and bytes of each layer,
+    those of a class in the order of execution."""
+    problem = _account(facts, room)
+    of_class: dict[int, list[LayerMemory]] = {i: [] for i in range(len(facts))}
+    for i, memory in zip(indices, memories, strict=True):
+        of_class[i].append(memory)
+    following = {i: iter(own) for i, own in of_class.items()}
+    rows = [(i, memory.held, memory.extra) for i in problem.sequence for memory in [next(following[i])]]
     plain = sum(facts[i].step_us for i in indices) + room.other_us
-    return Prediction(name, held + shared, peak, plain + added_us)
+    held = sum(m.held for m in memories) + _shared(facts)
+    return Prediction(name, held, max(room.floor_bytes, peak_bytes(problem, rows)), plain + added_us)
 
 
 def _moments(classes: Sequence[LayerClass]) -> list[tuple[int, tuple[int, ...]]]:
@@ -339,9 +363,3 @@ def _moments(classes: Sequence[LayerClass]) -> list[tuple[int, tuple[int, ...]]]
     for one in classes:
         alive[one.chunk] = max(alive[one.chunk], one.in_flight)
     return [(chunk, tuple(alive)) for chunk in range(chunks)]
-
-
-def _positions(facts: Sequence[ClassFacts], indices: list[int]) -> list[int]:
-    """The place of each layer, which are given class by class."""
-    remaining = {i: iter(f.places) for i, f in enumerate(facts)}
-    return [next(remaining[i]) for i in indices]

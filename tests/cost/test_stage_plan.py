@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_adacc.cost.layer_problem import layer_problem
-from megatron_adacc.cost.limits import Limit
+from megatron_adacc.cost.limits import Limit, least_written
 from megatron_adacc.cost.rehearsal import Rehearsal
 from megatron_adacc.cost.sampling import sample_of
 from megatron_adacc.cost.simulate import Simulator
@@ -17,7 +19,8 @@ from megatron_adacc.cost.stage_plan import ClassFacts, NothingFits, Room, given_
 from megatron_adacc.cost.timeline import record
 from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph
-from megatron_adacc.planner import Plan
+from megatron_adacc.planner import Plan, least, seen
+from megatron_adacc.planner.listing import all_plans
 
 
 class OpPrices:
@@ -44,8 +47,12 @@ class Layer(nn.Module):
 @pytest.fixture(scope="module")
 def fact() -> ClassFacts:
     """A class of such layers; ``part`` says which."""
+    return learnt(Layer())
+
+
+def learnt(layer: nn.Module) -> ClassFacts:
     torch.manual_seed(0)
-    layer, x = Layer(), torch.randn(16, 32, requires_grad=True)
+    x = torch.randn(16, 32, requires_grad=True)
     sample = sample_of(layer, x)
     timeline = record(sample.graph, Rehearsal(layer, layer.forward, (x,), {}))
     problem = layer_problem(sample.graph, sample.evidence, OpPrices(), (), min_bytes=0)  # type: ignore[arg-type]
@@ -108,6 +115,71 @@ def test_a_limit_in_bytes_is_one_for_the_peak(fact: ClassFacts) -> None:
     assert costs[0] == 0.0 < costs[-1]
     with pytest.raises(NothingFits):
         plan_stage(four(fact, 2), Limit(total_bytes=least - 1), Room(fixed_bytes=500))
+
+
+def refused(facts: list[ClassFacts], room: Room) -> NothingFits:
+    with pytest.raises(NothingFits) as raised:
+        plan_stage(facts, Limit(total_bytes=1), room)
+    return raised.value
+
+
+def least_of_all(facts: list[ClassFacts], fixed_bytes: int, alive: int) -> int:
+    """Over all plans of all layers: the backward takes the layers from the last, each frees its bytes of one of the
+    micro-batches and leaves its gradients."""
+    memories = []
+    for fact in facts:
+        plans = all_plans(fact.layer_class, None, lossless=True)
+        assert plans is not None
+        fates = [fact.problem.fates(plans.actions(i)) for i in range(len(plans))]
+        memories.append([fact.simulator.memory(one) for one in fates])
+    order = [i for _, i in sorted((place, i) for i, fact in enumerate(facts) for place in fact.places)]
+    peaks = []
+    for chosen in itertools.product(*(memories[i] for i in order)):
+        now = fixed_bytes + alive * sum(memory.held for memory in chosen)
+        peaks.append(now)
+        for i, memory in reversed(list(zip(order, chosen, strict=True))):
+            peaks[-1] = max(peaks[-1], now + memory.extra)
+            now += facts[i].gradient_bytes - memory.held
+    return min(peaks)
+
+
+@pytest.mark.parametrize(
+    ("places", "gradient_bytes"), [([(0, 1, 2)], 0), ([(0, 1, 2)], 3000), ([(0, 2), (1,)], 0), ([(0, 2), (1,)], 7000)]
+)
+def test_the_least_limit_is_exact(fact: ClassFacts, places: list[tuple[int, ...]], gradient_bytes: int) -> None:
+    """Also where gradients stay, and where layers of two kinds lie in turn."""
+    facts = [replace(fact.part(own, 0, 1), gradient_bytes=gradient_bytes) for own in places]
+    room = Room(fixed_bytes=500, moments=((0, (2,)),))
+    error = refused(facts, room)
+    expected = least_of_all(facts, 500, 2)
+    assert (error.least_bytes, error.proven) == (expected, True)
+    assert f"the least limit that works is {least_written(expected)} ({expected:,} bytes)" in str(error)
+    found = plan_stage(facts, Limit(total_bytes=expected), room)
+    assert found.predicted.peak_bytes == found.solution.peak_bytes == expected
+
+
+def test_the_least_limit_does_not_depend_on_times() -> None:
+    fact = learnt(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh()))
+    found = set()
+    for seed in range(6):
+        times = torch.rand(len(fact.layer_class.ops), generator=torch.Generator().manual_seed(seed)).tolist()
+        ops = tuple(replace(op, us=100 * us) for op, us in zip(fact.layer_class.ops, times, strict=True))
+        timed = replace(fact, problem=replace(fact.problem, layer_class=replace(fact.layer_class, ops=ops)))
+        found.add(refused(four(timed), Room()).least_bytes)
+    assert len(found) == 1
+
+
+def test_a_limit_that_is_not_proven_to_be_the_least_works(fact: ClassFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(least, "MOST_ASKED", 1)
+    monkeypatch.setattr(seen, "FEW_PLANS", 0)
+    error = refused(four(fact), Room())
+    assert not error.proven
+    assert error.least_bytes is not None
+    written = f"a limit of {least_written(error.least_bytes)} ({error.least_bytes:,} bytes) works; give at least that"
+    assert str(error).startswith(f"No plan was found that fits into 1 B: {written}, a smaller micro-batch")
+    assert (
+        plan_stage(four(fact), Limit(total_bytes=error.least_bytes), Room()).predicted.peak_bytes <= error.least_bytes
+    )
 
 
 def test_what_no_plan_changes_must_fit_alone(fact: ClassFacts) -> None:
