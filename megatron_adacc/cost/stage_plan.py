@@ -234,13 +234,16 @@ def plan_stage(
         solution = solve()
     if not solution.layers:
         solution = replace(solution, least_proven=solution.least_proven and problem == asked)
-        raise NothingFits(_too_little(solution, limit, facts), solution.least_bytes, solution.least_proven)
+        raise NothingFits(
+            _too_little(solution, limit, facts, error_budget), solution.least_bytes, solution.least_proven
+        )
     predictions = (none_predicted(facts, room), full_predicted(facts, room), predicted)
     return StagePlan(_plan(facts, solution, name), predictions, solution, facts, limit, limit_bytes, problem)
 
 
-def _too_little(solution: Solution, limit: Limit, facts: Sequence[ClassFacts]) -> str:
+def _too_little(solution: Solution, limit: Limit, facts: Sequence[ClassFacts], error_budget: float | None) -> str:
     least = solution.least_bytes
+    lossy = "or allow lossy actions" if error_budget == 0 else "or allow a larger error"
     if least is None:
         return f"No plan fits into {limit}: {solution.note or 'the solver found none'}."
     if limit.share is None:
@@ -248,11 +251,11 @@ def _too_little(solution: Solution, limit: Limit, facts: Sequence[ClassFacts]) -
         found = f"No plan fits into {limit}: the least limit that works is {written}; give at least that"
         if not solution.least_proven:
             found = f"No plan was found that fits into {limit}: a limit of {written} works; give at least that"
-        return f"{found}, a smaller micro-batch, or allow lossy actions."
+        return f"{found}, a smaller micro-batch, {lossy}."
     percent = -(-10000 * least // max(1, plain_bytes(facts))) / 100
     return (
         f"No plan fits into {limit}: the least limit that works is {percent:.2f}% ({least:,} bytes); give at least "
-        "that, or allow lossy actions."
+        f"that, {lossy}."
     )
 
 
