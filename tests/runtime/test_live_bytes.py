@@ -1,8 +1,10 @@
-"""Peak: live bytes during one layer's backward, counted storage by storage, never exceed checkpoint's."""
+"""Live bytes during one layer's backward, counted storage by storage, and the ops that run again never exceed
+checkpoint's."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_adacc import attach
 from megatron_adacc.codecs import Codec, Packed
+from megatron_adacc.graph import replay
 
 SEQUENCE, BATCH, HIDDEN, HEADS = 16, 2, 32, 4
 
@@ -108,6 +111,30 @@ class Gated(nn.Module):
         return self.down(F.dropout(y, self.dropout)) * gate + x
 
 
+class Work(TorchDispatchMode):
+    """Runs of each op that writes memory, by name, and the bytes that they wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[str] = Counter()
+        self.written_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.runs[func.overloadpacket.__name__] += 1
+            self.written_bytes += sum(t.nbytes for t in tree_leaves(result) if isinstance(t, Tensor))
+        return result
+
+
+def backward_work(layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> Work:
+    y = call(layer, torch.randn(BATCH, SEQUENCE, HIDDEN, requires_grad=True))
+    with Work() as work:
+        y.backward(torch.ones_like(y))
+    layer.zero_grad(set_to_none=True)
+    return work
+
+
 def backward_peak(layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> tuple[int, list[Tensor]]:
     torch.manual_seed(1)
     x = torch.randn(BATCH, SEQUENCE, HIDDEN, requires_grad=True)
@@ -140,6 +167,27 @@ def test_backward_peak_is_at_most_checkpoints(kind: type[nn.Module], dropout: fl
         found, gradients = backward_peak(attached, plain)
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected_gradients, strict=True))
     assert 0 < found <= expected
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [Attention, Gated])
+def test_no_op_runs_again_that_checkpoint_does_not_run_again(
+    kind: type[nn.Module], dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoint stops when it has what the backward reads, so it too leaves out a last linear without dropout."""
+    copies: list[Tensor] = []
+    monkeypatch.setattr(replay, "_copy_storage", copies.append)
+    layer = kind(dropout)
+    alone, expected = backward_work(layer, plain), backward_work(layer, checkpointed)
+    attach(layer, "recompute", min_bytes=0)
+    for _ in range(3):
+        found = backward_work(layer, plain)
+    again, checkpoint_again = found.runs - alone.runs, expected.runs - alone.runs
+    assert again <= checkpoint_again
+    assert found.written_bytes <= expected.written_bytes
+    assert not copies
+    assert again["addmm"] == 3
+    assert checkpoint_again["addmm"] == (4 if kind is Attention and dropout else 3)
 
 
 def test_rebuilt_buffers_go_one_by_one() -> None:
