@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_adacc.cost.limits import written_bytes
-from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import format_table
 
 # Kept, made again, and packed, each codec in a shade of its own; also for those with weak colour vision.
@@ -18,12 +17,10 @@ _CODECS = ("#1f5fbf", "#7a4fc0", "#4aa3df", "#b0589b", "#274b7a")
 
 
 def load_history(path: str) -> dict[str, Any] | None:
-    """The report in a file; None where the file is none (a plan, perhaps). Raises UserError where it cannot be read."""
+    """The report in a file; None where there is none, but a plan, perhaps."""
     try:
         content = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError:
+    except (OSError, ValueError):
         return None
     is_report = isinstance(content, dict) and "iterations" in content and "summary" in content
     return content if is_report else None
