@@ -102,6 +102,15 @@ def flatten_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from flatten_tensors(getattr(value, f.name, None), f"{name}.{f.name}")
 
 
+def shares_storages(results: Any, args: Any) -> bool:
+    """Whether all tensors of ``results`` are plain and lie on storages of those in ``args``."""
+    tensors = [t for _, t in flatten_tensors(results, "")]
+    if not all(has_plain_storage(t) for t in tensors):
+        return False
+    storages = {storage_key(t) for _, t in flatten_tensors(args, "") if has_plain_storage(t)}
+    return all(storage_key(t) in storages for t in tensors)
+
+
 def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Tensor arguments of a call in a fixed order: ``0``, ``1[2]``, ``mask``."""
     found = [pair for i, a in enumerate(args) for pair in flatten_tensors(a, str(i))]
@@ -144,6 +153,10 @@ class Storages:
         """Whether the tensor lies in memory from before the call that goes by no name."""
         regions = self._regions.get(storage_key(tensor))
         return regions[-1].foreign if regions else storage_key(tensor) not in self._named
+
+    def holds_parameters(self, tensor: Tensor) -> bool:
+        """Whether parameters lie in the tensor's storage."""
+        return any(n.origin == Origin.PARAMETER for n in self._named.get(storage_key(tensor), ()))
 
     def carve(self, tensor: Tensor, state: int) -> tuple[Region | None, list[Region]]:
         """A region of its own for a part of foreign memory, and those whose bytes it shares. None where there is

@@ -26,7 +26,7 @@ from megatron_adacc.graph.fused_dropout import find_formula
 from megatron_adacc.graph.model import Argument, LayerGraph, Op, Origin, View, views_in
 from megatron_adacc.graph.recorder import Recorder
 from megatron_adacc.graph.roles import op_leaf, with_roles
-from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage, named_tensors
+from megatron_adacc.graph.storages import flatten_tensors, has_plain_storage, named_tensors, shares_storages
 from megatron_adacc.graph.submodules import ModulePaths
 
 EMPTY_NAMES = frozenset(name.split("::")[1] for name in schema.EMPTY_OPS)
@@ -106,10 +106,18 @@ class Tracer(Recorder, TorchDispatchMode):
             result = func(*args, **kwargs)
             self._record_unknown(str(func), result)
             return result
+        if self._gathers_parameters(func, args, kwargs):
+            return func(*args, **kwargs)
         name = schema.op_name(func)
         site = self._site(name)
         if name == "aten::lift_fresh":
             self._literal(args[0])
+        result = None
+        if func.is_view:
+            result = func(*args, **kwargs)
+            if shares_storages(result, args):
+                # Not even a buffer is made of what nobody reads: hooks look at parameters in an order of their own.
+                return result
         if schema.overwrites_all(func):
             for tensor in self._written(func, args, kwargs):
                 self._carve_scratch(tensor)
@@ -117,7 +125,8 @@ class Tracer(Recorder, TorchDispatchMode):
         encoded_args = tuple(self._unread(a) if i == unread else self._encode(a) for i, a in enumerate(args))
         encoded_kwargs = tuple((k, self._encode(v)) for k, v in kwargs.items())
         barrier = self._barrier(func, args, kwargs)
-        result = func(*args, **kwargs)
+        if not func.is_view:
+            result = func(*args, **kwargs)
         if schema.is_collective(func):
             result = wait_for(func, result)
         self._add_op(
@@ -135,6 +144,14 @@ class Tracer(Recorder, TorchDispatchMode):
         """The plain tensors that the call writes."""
         arguments = schema.written_arguments(func, args, kwargs)
         return [t for a in arguments for _, t in flatten_tensors(a, "") if has_plain_storage(t)]
+
+    def _gathers_parameters(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call only brings parameters up to date, this layer's or others in the same memory: Megatron's
+        hooks do that inside the first forwards of a step and in no others. Who reads them sees them as they are."""
+        if not schema.is_collective(func):
+            return False
+        tensors = [t for _, t in (*flatten_tensors(args, ""), *flatten_tensors(kwargs, ""))]
+        return bool(tensors) and all(has_plain_storage(t) and self._storages.holds_parameters(t) for t in tensors)
 
     def finish(self, output: Any) -> Traced:
         """The graph of the call that returned ``output``."""
