@@ -53,6 +53,8 @@ def _stand_in(parameter: nn.Parameter, scratch: dict[torch.dtype, Tensor]) -> nn
         if space is None or space.numel() < main_grad.numel():
             space = scratch[main_grad.dtype] = main_grad.new_zeros(main_grad.numel())
         attributes["main_grad"] = space[: main_grad.numel()].view(main_grad.shape)
+    if "get_main_grad" in attributes:  # Megatron-FSDP's way to it, bound to the parameter
+        attributes["get_main_grad"] = lambda: torch.zeros_like(stand_in)
     stand_in.__dict__.update(attributes)
     return stand_in
 

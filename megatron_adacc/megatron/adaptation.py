@@ -18,11 +18,12 @@ from megatron_adacc.adaptive.config import Config
 from megatron_adacc.adaptive.controller import AdaptiveHandle
 from megatron_adacc.adaptive.policies import staged_policy
 from megatron_adacc.adaptive.retry import Retry
-from megatron_adacc.megatron.auto_setting import random_states_put_back, setting_of
+from megatron_adacc.megatron.auto_setting import setting_of
 from megatron_adacc.megatron.flags import config_of
 from megatron_adacc.megatron.layer import marked_layers
 from megatron_adacc.megatron.plan_notes import check_plan
 from megatron_adacc.megatron.redo import retried
+from megatron_adacc.megatron.rehearsing import beside_training
 from megatron_adacc.megatron.saved_state import SavedState
 from megatron_adacc.planner import Plan
 from megatron_adacc.runtime.agree import check_equal
@@ -96,13 +97,14 @@ def attach_adaptation(model: list[torch.nn.Module], args: Namespace, saved: Save
     if not found:
         return Adaptation(None, args, config)
     layers = [module for _, module in found]
+    preserve = beside_training(layers)
     if os.path.isfile(config.plan):
         policy = staged_policy(config, layers, groups=plan_groups, plan=plan_of_file(config.plan, args))
     else:
-        setting = setting_of(args, config, [i for i, _ in found]) if config.plan == "auto" else None
+        setting = setting_of(args, config, [i for i, _ in found], preserve) if config.plan == "auto" else None
         policy = staged_policy(config, layers, setting, plan_groups)
     attached = attach(layers, policy)
-    handle = AdaptiveHandle(attached, config, same_channels, plan_groups=plan_groups, preserve=random_states_put_back)
+    handle = AdaptiveHandle(attached, config, same_channels, plan_groups=plan_groups, preserve=preserve)
     saved.handle = handle
     return Adaptation(handle, args, config)
 

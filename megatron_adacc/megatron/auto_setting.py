@@ -1,8 +1,8 @@
 """What `--adacc-plan auto` plans for: this rank's share of the job, in the words of runtime/auto.py."""
 
-import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -13,12 +13,14 @@ from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.stage_plan import Room
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.read_job import job_of_args, schedule_of_args
-from megatron_adacc.megatron.redo import TrackerStates
 from megatron_adacc.runtime.setting import Setting
 
 
-def setting_of(args: Namespace, config: Config, chunk_of: list[int]) -> Setting:
+def setting_of(
+    args: Namespace, config: Config, chunk_of: list[int], preserve: Callable[[], AbstractContextManager[None]]
+) -> Setting:
     """The setting of this rank. ``chunk_of``: by place of an attached layer, the model chunk that it lies in.
+    ``preserve``: as for Setting.
 
     Raises UserError where a limit in bytes needs the memory model and that does not know the job's kind of model, and
     for a limit that cannot be read."""
@@ -53,7 +55,7 @@ def setting_of(args: Namespace, config: Config, chunk_of: list[int]) -> Setting:
         chunk_of=chunk_of,
         groups=tuple(groups),
         main_gradients=True,
-        preserve=random_states_put_back,
+        preserve=preserve,
         error_budget=config.error_budget,
     )
 
@@ -73,13 +75,3 @@ def room_of(job: Job, stage: int, rank: int | None = None) -> Room:
 
 def _moments(schedule: Schedule, stage: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((moment.chunk, moment.alive) for moment in moments(schedule, stage))
-
-
-@contextlib.contextmanager
-def random_states_put_back() -> Iterator[None]:
-    """Inside, layers may draw from Megatron's tracker of random states; afterwards it is as it was."""
-    states = TrackerStates()
-    try:
-        yield
-    finally:
-        states.put_back()
