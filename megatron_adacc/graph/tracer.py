@@ -112,8 +112,8 @@ class Tracer(Recorder, TorchDispatchMode):
         site = self._site(name)
         if name == "aten::lift_fresh":
             self._literal(args[0])
-        result = None
-        if func.is_view:
+        result, looks = None, func.is_view or func.namespace == "prim"
+        if looks:
             result = func(*args, **kwargs)
             if shares_storages(result, args):
                 # Not even a buffer is made of what nobody reads: hooks look at parameters in an order of their own.
@@ -125,7 +125,7 @@ class Tracer(Recorder, TorchDispatchMode):
         encoded_args = tuple(self._unread(a) if i == unread else self._encode(a) for i, a in enumerate(args))
         encoded_kwargs = tuple((k, self._encode(v)) for k, v in kwargs.items())
         barrier = self._barrier(func, args, kwargs)
-        if not func.is_view:
+        if not looks:
             result = func(*args, **kwargs)
         if schema.is_collective(func):
             result = wait_for(func, result)
