@@ -98,6 +98,14 @@ class Recorder:
             )  # fmt: skip
         return region
 
+    def _is_from_before(self, tensor: Tensor) -> bool:
+        """Whether the tensor is as it was before the call, and none of its arguments."""
+        region = self._storages.region(tensor)
+        if region is None:
+            return True
+        buffer = self._buffers[region.state]
+        return buffer.writer is None and buffer.origin != Origin.INPUT
+
     def _carve_scratch(self, tensor: Tensor) -> None:
         """The tensor is about to be written whole. Where it is a part of memory that many layers use in turn
         (Megatron's global buffer), what is written is a buffer of its own: nothing of it was there before."""

@@ -150,8 +150,13 @@ class Tracer(Recorder, TorchDispatchMode):
         hooks do that inside the first forwards of a step and in no others. Who reads them sees them as they are."""
         if not schema.is_collective(func):
             return False
-        tensors = [t for _, t in (*flatten_tensors(args, ""), *flatten_tensors(kwargs, ""))]
-        return bool(tensors) and all(has_plain_storage(t) and self._storages.holds_parameters(t) for t in tensors)
+        written = self._written(func, args, kwargs)
+        tensors = [t for _, t in (*flatten_tensors(args, ""), *flatten_tensors(kwargs, "")) if has_plain_storage(t)]
+        return (
+            bool(written)
+            and all(self._storages.holds_parameters(t) for t in written)
+            and all(self._storages.holds_parameters(t) or self._is_from_before(t) for t in tensors)
+        )
 
     def finish(self, output: Any) -> Traced:
         """The graph of the call that returned ``output``."""

@@ -1,5 +1,6 @@
 """What Megatron finds out late, or in a traceback, is looked at before anything starts."""
 
+import importlib.util
 import os
 import struct
 import tempfile
@@ -15,10 +16,11 @@ _TOKENS_LOOKED_AT = 1_000_000
 
 
 def check_arguments(args: Namespace) -> None:
-    """Look at validated arguments. Raises UserError for a plan file of another job, a missing data set and a vocabulary
-    that does not fit."""
+    """Look at validated arguments. Raises UserError for a plan file of another job, a missing package, a missing
+    data set and a vocabulary that does not fit."""
     if os.path.isfile(args.adacc_plan):
         check_plan(Plan.load(args.adacc_plan), args.adacc_plan, args)
+    _check_packages(args)
     _check_data(args)
     _check_evaluation(args)
     _check_split(args)
@@ -36,6 +38,11 @@ def _check_report(path: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"--adacc-report {path} cannot be written: {error.strerror} ({folder}).") from error
+
+
+def _check_packages(args: Namespace) -> None:
+    if getattr(args, "use_megatron_fsdp", False) and importlib.util.find_spec("einops") is None:
+        raise UserError("--use-megatron-fsdp needs the package einops, which is missing: pip install einops.")
 
 
 def refuse_jobs_of_upstream(args: Namespace) -> None:

@@ -33,6 +33,9 @@ _SWITCHES = (
     _Switch("cuda_graph_impl", "none", "--cuda-graph-impl none"),
 )
 
+# Gloo has no sum that scales as it adds: Megatron-FSDP then scales before.
+_MEGATRON_FSDP_SWITCHES = (_Switch("gradient_reduce_div_fusion", False, "--no-gradient-reduce-div-fusion"),)
+
 _REFUSED = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 
 
@@ -46,11 +49,16 @@ def adjust(args: Namespace) -> list[str]:
             "--context-parallel-size above 1 needs Transformer Engine's attention, which needs a GPU: leave it out to "
             "train on the CPU."
         )
+    megatron_fsdp = getattr(args, "use_megatron_fsdp", False)
     changed = []
-    for switch in _SWITCHES:
+    for switch in (*_SWITCHES, *(_MEGATRON_FSDP_SWITCHES if megatron_fsdp else ())):
         if getattr(args, switch.name, switch.value) not in (switch.value, None):
             setattr(args, switch.name, switch.value)
             changed.append(switch.flag)
-    # Megatron asks for one hardware queue where tensor parallelism overlaps communication; a CPU has one.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Megatron asks for one hardware queue where tensor parallelism overlaps communication, and for more than one where
+    # parameters are gathered meanwhile; a CPU has none.
+    if megatron_fsdp or getattr(args, "use_torch_fsdp2", False):
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    else:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return changed

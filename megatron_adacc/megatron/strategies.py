@@ -107,6 +107,11 @@ class Attached:
                     f"--adacc-plan {self.name} decides what becomes of the activations, and so does {flag}: leave out "
                     "one of the two."
                 )
+        if getattr(args, "megatron_fsdp_enable_fine_grained_param_gather", False):
+            raise UserError(
+                f"--adacc-plan {self.name} recomputes a layer as a whole, and with --megatron-fsdp-enable-fine-grained-"
+                "param-gather a layer never has all its parameters at once: leave out one of the two."
+            )
         if getattr(args, "cuda_graph_impl", "none") not in ("none", None):
             raise UserError(
                 f"--adacc-plan {self.name} works on the operations of a layer, and --cuda-graph-impl "

@@ -24,7 +24,7 @@ class Layer(nn.Module):
     """Its parameters are parts of one tensor, gathered before ``down`` runs, as Megatron does with
     --overlap-param-gather: [4, 8] -> the same."""
 
-    def __init__(self, gathers: bool) -> None:
+    def __init__(self, gathers: bool, own_shard: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -33,9 +33,11 @@ class Layer(nn.Module):
         for p, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
             p.data = part.view(p.shape)
 
+        shard = whole.clone() if own_shard else whole[:]
+
         def gather(*_: Any) -> None:
             if self.gathers[0]:
-                dist.all_gather_into_tensor(whole, whole[:])
+                dist.all_gather_into_tensor(whole, shard)
                 assert all(p.data.is_contiguous() for p in reversed(parameters))  # in an order of its own
 
         self.gathers = [gathers]
@@ -45,8 +47,9 @@ class Layer(nn.Module):
         return self.down(self.up(x).tanh()).exp()
 
 
-def test_a_gather_is_no_part_of_the_layer() -> None:
-    graphs = [trace(Layer(gathers), torch.randn(4, 8, requires_grad=True)) for gathers in (False, True)]
+@pytest.mark.parametrize("own_shard", [False, True])
+def test_a_gather_is_no_part_of_the_layer(own_shard: bool) -> None:
+    graphs = [trace(Layer(gathers, own_shard), torch.randn(4, 8, requires_grad=True)) for gathers in (False, True)]
     assert fingerprint(graphs[0]) == fingerprint(graphs[1])
     assert not any(op.collective for op in graphs[1].ops)
     names = {b.name for b in graphs[1].buffers if b.origin == Origin.PARAMETER}
@@ -61,7 +64,19 @@ def test_a_gather_of_what_the_call_computed_is_a_part_of_it() -> None:
             dist.all_gather_into_tensor(whole, y)
             return x * whole
 
-    assert [op.collective for op in trace(Gathered(), torch.randn(4, 8, requires_grad=True)).ops].count(True) == 1
+    class Overwritten(nn.Module):
+        """Writes what it was given to its own parameter, as no gather does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            dist.all_gather_into_tensor(self.weight.data, x.detach())
+            return x * self.weight
+
+    for module in (Gathered(), Overwritten()):
+        assert [op.collective for op in trace(module, torch.randn(4, 8, requires_grad=True)).ops].count(True) == 1
 
 
 def test_the_plan_holds_whether_a_call_gathers_or_not() -> None:
