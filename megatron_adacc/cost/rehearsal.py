@@ -70,8 +70,7 @@ def stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     try:
         for submodule in module.modules():
             for name, parameter in submodule._parameters.items():
-                # FSDP keeps DTensors there, which stand for other tensors: they are left alone.
-                if parameter is not None and has_plain_storage(parameter):
+                if parameter is not None:
                     if id(parameter) not in found:
                         found[id(parameter)] = _stand_in(parameter, scratch)
                     replaced.append((submodule._parameters, name, parameter))

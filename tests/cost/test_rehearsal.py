@@ -1,10 +1,14 @@
 """A rehearsal leaves the parameters' own gradients alone, however Megatron's kernels find them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megatron_adacc.cost.rehearsal import Rehearsal
 
@@ -74,3 +78,16 @@ def test_a_view_of_an_unknown_parameter_is_the_end_of_the_graph() -> None:
     assert layer.weight is weight
     layer(torch.ones(4, 8)).sum().backward()  # the graph behind the view has not been used up
     assert flat.grad is not None
+
+
+def test_a_distributed_parameter_gets_no_gradient(tmp_path: Path) -> None:
+    """As torch's tensor parallelism has them: DTensors."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        layer = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (1,)), ColwiseParallel())
+        rehearse(layer)
+        assert [p.grad for p in layer.parameters()] == [None, None]
+        layer(torch.ones(4, 8)).sum().backward()
+        assert all(p.grad is not None for p in layer.parameters())
+    finally:
+        dist.destroy_process_group()
