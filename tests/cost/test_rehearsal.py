@@ -84,7 +84,8 @@ def test_a_distributed_parameter_gets_no_gradient(tmp_path: Path) -> None:
     """As torch's tensor parallelism has them: DTensors."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        layer = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (1,)), ColwiseParallel())
+        layer = nn.Sequential(nn.Linear(8, 8))
+        parallelize_module(layer, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
         rehearse(layer)
         assert [p.grad for p in layer.parameters()] == [None, None]
         layer(torch.ones(4, 8)).sum().backward()
