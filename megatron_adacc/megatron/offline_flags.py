@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.flags import AdaccFlags
+from megatron_adacc.megatron.read_job import connections_of
 from megatron_adacc.megatron.trace_flags import completed, parse_known
 
 # The flags of a job that change neither its layers nor its optimizer, by the number of their values.
@@ -192,7 +193,12 @@ def parse(flags: Sequence[str], world_size: int, rank: int) -> tuple[Namespace, 
         return parser
 
     command = sys.argv
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK="0",
+        CUDA_DEVICE_MAX_CONNECTIONS=connections_of(flags),
+    )
     sys.argv = ["adacc plan", *flags]
     try:
         # Unwrapped: a process that was prepared for the CPU would turn off what a CPU cannot do.

@@ -66,9 +66,7 @@ def args_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: boo
     launch.quiet_missing_libraries()
     importlib.import_module("megatron.training.arguments")  # while tensors are real
     environment, command = dict(os.environ), sys.argv
-    # Megatron wants one connection for tensor parallelism on older GPUs, and more for fully sharded parameters.
-    connections = "8" if given & {"--use-torch-fsdp2", "--use-megatron-fsdp"} else "1"
-    os.environ.update(WORLD_SIZE=str(world_size), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS=connections)
+    os.environ.update(WORLD_SIZE=str(world_size), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS=connections_of(tokens))
     sys.argv = [program, *tokens]
     try:
         with _quiet():
@@ -77,6 +75,12 @@ def args_of_flags(program: str, flags: Sequence[str], world_size: int, cuda: boo
         sys.argv = command
         os.environ.clear()
         os.environ.update(environment)
+
+
+def connections_of(flags: Sequence[str]) -> str:
+    """CUDA_DEVICE_MAX_CONNECTIONS as Megatron wants it: one for tensor parallelism on older GPUs, more for parameters
+    that are fully sharded."""
+    return "8" if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags) else "1"
 
 
 @contextlib.contextmanager

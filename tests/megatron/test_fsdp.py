@@ -1,11 +1,13 @@
 """Sharded parameters in Megatron's loop: torch's FSDP2, Megatron-FSDP, and gathers that overlap with the forward."""
 
 import importlib.util
+import json
 import os
 from argparse import Namespace
 
 import pytest
 
+from megatron_adacc import cli
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import checks, cpu_flags, strategies
 
@@ -91,6 +93,17 @@ def test_megatrons_own_gathers(plan, flags, plain, trained):
         # Its input of 4096 bytes, masks as bits, statistics; and no forward of the run held more in all.
         assert held(run) < 5200
         assert run.summary["held_bytes"] < off.summary["held_bytes"] / 5
+
+
+def test_a_sharded_job_is_planned_for_a_device_that_is_not_there(capsys):
+    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 127"
+    flags = [*model.split(), "--untie-embeddings-and-output-weights", "--no-gradient-accumulation-fusion"]
+    peaks = []
+    for sharding in ([], ["--use-torch-fsdp2", "--ckpt-format", "torch_dist"]):
+        command = ["plan", "--device", "v100-32gb", "--world", "2", *flags, *sharding, "--json", "-"]
+        assert cli.main(command) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["strategies"]["auto"]["peak_bytes"])
+    assert peaks[1] < peaks[0]
 
 
 def test_fine_grained_gathers_are_refused():
