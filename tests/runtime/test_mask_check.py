@@ -90,7 +90,9 @@ class TestInLayers:
             (trace,) = handle._caches[0].traces()
             (program,) = trace.programs.values()
         state = BitmaskState.on(CPU)
-        with_state = Program(program.graph, program.plan, program.context, program.constants, state)
+        with_state = Program(
+            program.graph, program.plan, program.context, program.constants, program.states, mask_state=state
+        )
         states = {e.codec.name: e.state for e in with_state.entries if isinstance(e, EncodeEntry)}
         assert states["bitmask"] is state
         assert {s for name, s in states.items() if name != "bitmask"} == {None}
