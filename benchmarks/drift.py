@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ROOT = Path(__file__).resolve().parent.parent
 NEVER = ["--adacc-min-interval", "1000000", "--adacc-max-interval", "1000000"]
 WARM_UP = ["--adacc-warmup-steps", "50"]
-AUTO = ["--adacc-plan", "auto", "--adacc-limit", "20%", "--adacc-error-budget", "0.3", *WARM_UP]
+AUTO = ["--adacc-plan", "auto", "--adacc-limit", "20%", "--adacc-error-budget", "0.05", *WARM_UP]
 COMPRESS = ["--adacc-plan", "compress", *WARM_UP]
 STRATEGIES = {
     "off": ["--adacc-plan", "off"],

@@ -35,6 +35,7 @@ from megatron_adacc.adaptive.signals import LossWatch, MemoryWatch, allocator_pe
 from megatron_adacc.adaptive.speed import SLOW, SpeedCheck, StepClock
 from megatron_adacc.adaptive.staged import Staged
 from megatron_adacc.adaptive.state import load_state, state_of
+from megatron_adacc.cost.errors import Comparison
 from megatron_adacc.cost.limits import Limit, written_bytes
 from megatron_adacc.cost.stage_plan import StagePlan
 from megatron_adacc.graph.model import LayerGraph
@@ -62,6 +63,7 @@ class AdaptiveHandle:
         self.attached = attached
         self.config = config
         self.decisions: list[Decision] = []
+        self.compared: list[tuple[int, int, Comparison]] = []  # (step, place, what a check of gradients found)
         self.steps = 0  # that have ended
         self.schedule = Schedule.start(config.min_interval, config.max_interval)
         self.monitor = Monitor(attached, config, groups)
@@ -145,17 +147,30 @@ class AdaptiveHandle:
         self.monitor.disarm()
         self.monitor.place_lists({f.key: f.listed.channels for f in findings if f.listed is not None})
         for finding in findings:
-            news.why += reasons(finding)
-            news.changed += changes(finding)
             if finding.error_grew:
-                news.errors[finding.key.site] = max(
-                    news.errors.get(finding.key.site, 1.0), finding.error / finding.reference
-                )
+                site = finding.key.site
+                news.errors[site] = max(news.errors.get(site, 1.0), finding.error / finding.reference)
+        beyond = self._beyond_budget(news.errors)
+        for finding in findings:
+            news.why += reasons(finding, with_error=beyond is not None)
+            news.changed += changes(finding)
+        if beyond:
+            news.why.append(beyond)
+            news.resolve = True
         above = self._memory.above()
         if above is not None:
             words, news.over_share = above
             way_out = "" if self.policy.auto else ": use a smaller micro-batch, or the plan 'auto'"
             news.why.append(words + way_out)
+
+    def _beyond_budget(self, growth: Mapping[str, float]) -> str | None:
+        """Why errors that have grown by these factors, by site, matter; None where the plan is still within its error
+        budget. A plan without one says nothing of errors, so every growth matters: an empty line."""
+        auto, stage = self.policy.auto, self.stage
+        if auto is None or stage is None or not auto.setting.error_budget:
+            return ""
+        error, budget = auto.solver.error_of(stage, growth), auto.setting.error_budget
+        return f"the plan's error is {error:.3g}, above the budget of {budget:g}" if growth and error > budget else None
 
     def _gradients_due(self, step: int) -> bool:
         every = self.config.check_gradients_every
@@ -168,6 +183,7 @@ class AdaptiveHandle:
         self._gradients.disarm()
         found = {place: c for place, c in self._gradients.found.items() if c.error}
         for place, comparison in sorted(found.items()):
+            self.compared.append((self.steps, place, comparison))
             logger.info(
                 "step %d: gradients of layer %d have relative error %.3g, cosine %.6f.",
                 self.steps, place, comparison.error, comparison.cosine,
@@ -212,7 +228,6 @@ class AdaptiveHandle:
         change = auto.solver.change
         for site, factor in news.errors.items():
             change.errors[site] = change.errors.get(site, 1.0) * factor
-            news.resolve = news.resolve or bool(auto.setting.error_budget)
         if news.over_share:
             news.resolve |= self._lower(news.over_share)
         change.more_bytes += news.more_bytes

@@ -58,13 +58,13 @@ def agreed(own: News, groups: Sequence[dist.ProcessGroup]) -> News:
     return own
 
 
-def reasons(finding: Finding) -> list[str]:
-    """Why a finding is news."""
+def reasons(finding: Finding, with_error: bool = True) -> list[str]:
+    """Why a finding is news. ``with_error``: a grown error is."""
     where = f"layer {finding.key.place} {finding.key.site}"
     found = []
     if finding.listed is not None:
         found.append(f"{where}: {finding.overlap:.0%} of its outliers were in the outlier columns")
-    if finding.error_grew:
+    if finding.error_grew and with_error:
         found.append(f"{where}: its error grew from {finding.reference:.3g} to {finding.error:.3g}")
     return found
 

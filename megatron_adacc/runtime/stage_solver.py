@@ -9,6 +9,7 @@ lossy any more.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -28,6 +29,8 @@ from megatron_adacc.cost.stage_plan import (
 )
 from megatron_adacc.errors import UserError
 from megatron_adacc.planner import Plan
+from megatron_adacc.planner.problem import CodecChoice
+from megatron_adacc.planner.solution import held_as
 from megatron_adacc.runtime.agree import check_equal, first_rank_says
 from megatron_adacc.runtime.setting import Setting, device_limit
 
@@ -53,6 +56,19 @@ class StageSolver:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.change = Change()
+
+    def error_of(self, stage: StagePlan, growth: Mapping[str, float]) -> float:
+        """What the stage's plan costs now: the root mean square over its layers of their relative gradient errors, if
+        by site the errors of lossy actions have grown by these factors, too; of those that are known on this rank."""
+        squares = []
+        for answer in stage.solution.layers:
+            fact = stage.facts[answer.class_index]
+            for buffer in (fact.with_lossy or fact.problem).layer_class.buffers:
+                held = held_as(buffer, answer.actions[buffer.site])
+                if isinstance(held, CodecChoice):
+                    factor = self.change.errors.get(buffer.site, 1.0) * growth.get(buffer.site, 1.0)
+                    squares.append(held.error * factor**2)
+        return math.sqrt(math.fsum(squares) / len(stage.solution.layers)) if stage.solution.layers else 0.0
 
     def limit_on(self, device: torch.device) -> Limit:
         """What the next plan has to fit into."""
@@ -140,7 +156,7 @@ def _raised(limit: Limit, least_bytes: int, facts: Sequence[ClassFacts]) -> Limi
 
 def _with_errors(problem: LayerProblem, factors: Mapping[str, float]) -> LayerProblem:
     buffers = tuple(
-        replace(b, codecs=tuple(replace(c, error=c.error * factors[b.site]) for c in b.codecs))
+        replace(b, codecs=tuple(replace(c, error=c.error * factors[b.site] ** 2) for c in b.codecs))  # squares
         if b.site in factors
         else b
         for b in problem.layer_class.buffers

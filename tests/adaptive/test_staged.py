@@ -105,3 +105,35 @@ def test_a_refusal_ends_the_first_stage_only():
     staged.begin_lossy()
     with pytest.raises(UserError, match="There is no plan"):
         staged.begin((0,))
+
+
+def test_errors_that_grow_matter_once_they_exceed_the_budget():
+    settings = {"plan": "auto", "limit": "60%", "error_budget": 0.9, "warmup_steps": 0, "max_interval": 1}
+    model = noisy()
+    with enable_memory_optim(model, settings) as handle:
+        train(model, range(1, 5), handle.step)
+        stage, before = handle.stage, len(handle.decisions)
+        assert stage is not None
+        auto = handle.policy.auto
+        assert auto is not None
+        error, site = stage.error, next(iter(handle.monitor.references)).site
+        assert auto.solver.error_of(stage, {}) == pytest.approx(error)
+        assert error * 1.8 < 0.9
+
+        def grow(factor: float, step: int) -> None:
+            """As if all references had been measured when errors were that much smaller."""
+            handle.monitor.references = {key: e / factor for key, e in handle.monitor.references.items()}
+            train(model, range(step, step + 1), handle.step)
+
+        grow(1.8, 5)
+        assert len(handle.decisions) == before
+        assert auto.solver.change.errors[site] == pytest.approx(1.8, rel=0.2)
+        assert handle.stage is stage
+        grow(1.8 * 0.9 / error, 6)
+        assert len(handle.decisions) == before + 1
+        assert "the plan's error is" in handle.decisions[-1].why[-1]
+        assert "above the budget of 0.9" in handle.decisions[-1].why[-1]
+        assert handle.stage is not stage
+        # The solver was told what the errors have become, and counts them as the check does.
+        assert handle.stage.error <= 0.9
+        assert auto.solver.error_of(handle.stage, {}) == pytest.approx(handle.stage.error)
