@@ -182,7 +182,8 @@ def auto(job: OfflineJob, limit: Limit, error_budget: float = 0.0, name: str = "
 
 
 def least_bytes(job: OfflineJob, error_budget: float = 0.0) -> int:
-    """The least limit with which every stage has a plan."""
+    """A limit, in bytes, with which every stage has a plan: without an error budget the least; with one it may lie
+    above the least, where that is not proven (planner/least.py)."""
     return max(_least_of(stage, error_budget) for stage in job.stages)
 
 
