@@ -114,7 +114,7 @@ class Batches:
         return self._request.limit or Limit(total_bytes=self.job(batch).limit_bytes)
 
     def needed_bytes(self, name: str, batch: int) -> int:
-        """A limit, in bytes, with which the strategy runs: the least, or with an error budget one that is known to work."""
+        """A limit, in bytes, with which the strategy runs: the least, or with an error budget one that works."""
         if name in planning.REFERENCES:
             return self._reference(name, batch).peak_bytes
         key = name, batch
