@@ -1,0 +1,323 @@
+"""AdamW whose state lives in blocks of 32, 16, 8 or 4 bits.
+
+optimizer = BlockAdamW(model.parameters(), lr=3e-4, bits=8)
+optimizer.set_layout(parameter, layout)                  # bits for each block of 256 elements
+torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.full_precision_state())
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from megatron_adacc.codecs.options import Implementation, Rounding, choice
+from megatron_adacc.errors import UserError
+from megatron_adacc.optim import master as masters
+from megatron_adacc.optim.blocks import (
+    Chunk,
+    Layout,
+    checked_layout,
+    chunks,
+    empty_state,
+    flat_view,
+    put,
+    state_views,
+    take,
+)
+from megatron_adacc.optim.checkpoint import adamw_state, loaded_state, with_own_options
+from megatron_adacc.optim.formats import BLOCK
+from megatron_adacc.optim.random_words import key_tensor
+from megatron_adacc.optim.transcode import read, transcode
+from megatron_adacc.optim.update import Constants, update_float32, update_quantized
+
+MASTERS = ("auto", "remainder", "float32")
+
+
+class BlockAdamW(Optimizer):
+    """AdamW (arXiv 1711.05101) with state in blocks; works where torch.optim.AdamW does.
+
+    float32 parameters are updated in place. 16-bit parameters have float32 master weights: for bfloat16 as a 16-bit
+    remainder (master.py), or in float32. Blocks of 32 bits get the bits of torch.optim.AdamW's state and update.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as torch.optim.AdamW's.
+        amsgrad: refused; the name is here so that the refusal is a sentence.
+        bits: of m and v each, until `set_layout` says otherwise: 32, 16, 8 or 4. May differ between groups.
+        min_quantized_numel: parameters with fewer elements (biases, norms) start with 32 bits.
+        master: "remainder" or "float32" for 16-bit parameters; "auto" takes the remainder where it is exact (bfloat16).
+        rounding: "stochastic" or "nearest", of 16 bits and less. Nearest loses what moves v slowly (docs/states.md).
+        seed: of stochastic rounding, which depends on it, the parameter's index, its step and the element.
+        chunk_blocks: blocks decoded at a time; a step's workspace is a few float32 copies of them.
+        implementation: "auto", "torch" or "compiled" (CPU).
+
+    Raises:
+        UserError: an option that is not known or not possible.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        bits: int = 8,
+        min_quantized_numel: int = 4096,
+        master: str = "auto",
+        rounding: Rounding | str = Rounding.STOCHASTIC,
+        seed: int = 0,
+        chunk_blocks: int = 1024,
+        implementation: Implementation | str = Implementation.AUTO,
+    ) -> None:
+        if chunk_blocks < 1:
+            raise UserError(f"BlockAdamW works on at least one block at a time, but chunk_blocks is {chunk_blocks}.")
+        self._stochastic = choice(Rounding, rounding, "rounding") is Rounding.STOCHASTIC
+        self._implementation = choice(Implementation, implementation, "implementation")
+        self._seed = seed
+        self._chunk_blocks = chunk_blocks
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "bits": bits,
+            "min_quantized_numel": min_quantized_numel,
+            "master": master,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As Optimizer's.
+
+        Raises:
+            UserError: an option of the group, or a parameter in it, that this optimizer cannot serve.
+        """
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except UserError:
+            del self.param_groups[-1]
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group, parameter in self._numbered():
+            if parameter.grad is not None:
+                self._step_parameter(index, group, parameter)
+        return loss
+
+    def layout(self, parameter: Tensor) -> Layout:
+        """Bits of each block, uint8 [blocks], or one int where all have the same."""
+        return self._state_of(parameter)["layout"]
+
+    @torch.no_grad()
+    def set_layout(self, parameter: Tensor, layout: Layout) -> None:
+        """Re-encode a parameter's state, to the nearest; blocks whose bits stay keep their codes.
+
+        Args:
+            layout: bits for all blocks, or an integer tensor [ceil(numel / 256)] of bits.
+
+        Raises:
+            UserError: unknown bits, or a wrong number of blocks.
+        """
+        state = self._state_of(parameter)
+        new = checked_layout(layout.to(parameter.device) if isinstance(layout, Tensor) else layout, parameter.numel())
+        old = state["layout"]
+        blocks = {name: state.pop(name) for name in list(state) if name[0] in "mv" and name[1].isdigit()}
+        state.update(transcode(blocks, old, new, parameter.numel(), self._chunk_blocks, parameter.device))
+        state["layout"] = new
+
+    @torch.no_grad()
+    def moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """AdamW's exp_avg and exp_avg_sq of a parameter, float32 of its shape and strides."""
+        state = self._state_of(parameter)
+        m, v = (torch.empty_like(parameter, dtype=torch.float32) for _ in range(2))
+        read(state, state["layout"], flat_view(m, parameter), flat_view(v, parameter), self._chunk_blocks)
+        return m, v
+
+    @torch.no_grad()
+    def master_weight(self, parameter: Tensor) -> Tensor:
+        """The float32 weight of a parameter: a copy for 16-bit parameters, else the parameter's own memory."""
+        if parameter.dtype is torch.float32:
+            return parameter.detach()
+        state = self._state_of(parameter)
+        weight = torch.empty_like(parameter, dtype=torch.float32)
+        if "remainder" in state:
+            flat_view(weight, parameter).copy_(masters.join(flat_view(parameter), state["remainder"]))
+        else:
+            flat_view(weight, parameter).copy_(state["master"])
+        return weight
+
+    def state_bytes(self) -> int:
+        """Bytes of all tensors that the optimizer holds: state, exponents, layouts, master weights."""
+        return sum(
+            value.nbytes for state in self.state.values() for value in state.values() if isinstance(value, Tensor)
+        )
+
+    def full_precision_state(self) -> dict[str, Any]:
+        """A state dict of torch.optim.AdamW with m and v in float32; for 16-bit parameters of an AdamW over their
+        master weights (`master_weight`). Another layout, another sharding, or AdamW itself continue from it."""
+        return adamw_state(self)
+
+    @torch.no_grad()
+    def set_master_weight(self, parameter: Tensor, weight: Tensor) -> None:
+        """Make float32 `weight` the master weight of a parameter, and its rounding the parameter.
+
+        Raises:
+            UserError: another shape.
+        """
+        if weight.shape != parameter.shape:
+            raise UserError(
+                f"A master weight of shape {tuple(weight.shape)} was given for a parameter of {tuple(parameter.shape)}."
+            )
+        state = self._state_of(parameter)
+        value = flat_view(weight.to(parameter.device, torch.float32), parameter)
+        flat = flat_view(parameter)
+        if "remainder" in state:
+            masters.split(value, flat, state["remainder"])
+        else:
+            flat.copy_(value)
+            if "master" in state:
+                state["master"].copy_(value)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load `state_dict()` of this class bit for bit, or one of torch.optim.AdamW into the present layouts.
+
+        Raises:
+            UserError: a state of other parameters, or of another optimizer.
+            ValueError: parameter groups of other sizes.
+        """
+        # Optimizer's own would cast every tensor to the parameter's dtype, codes too.
+        layouts = {parameter: state["layout"] for parameter, state in self.state.items()}
+        super().load_state_dict({"state": {}, "param_groups": with_own_options(state_dict, self.param_groups)})
+        order = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, (_, _, parameter) in zip(order, self._numbered(), strict=True):
+            saved = state_dict["state"].get(number)
+            if saved:
+                fresh = self._state_of(parameter)
+                if "exp_avg" in saved and parameter in layouts:
+                    self.set_layout(parameter, layouts[parameter])
+                self.state[parameter] = loaded_state(saved, parameter, fresh)
+
+    def _numbered(self) -> Iterator[tuple[int, dict[str, Any], Tensor]]:
+        pairs = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        for index, (group, parameter) in enumerate(pairs):
+            yield index, group, parameter
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if state:
+            return state
+        group = next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
+        if group is None:
+            del self.state[parameter]
+            raise UserError(f"A tensor of shape {tuple(parameter.shape)} is not a parameter of this optimizer.")
+        numel = parameter.numel()
+        layout = group["bits"] if numel >= group["min_quantized_numel"] else 32
+        state.update(step=0, layout=layout, **empty_state(layout, numel, parameter.device))
+        if parameter.dtype is torch.float32:
+            return state
+        flat = flat_view(parameter.detach())
+        if _remainder(group["master"], parameter):
+            state["remainder"] = torch.zeros(numel, dtype=torch.int16, device=parameter.device)
+        else:
+            state["master"] = flat.to(torch.float32)
+        return state
+
+    def _step_parameter(self, index: int, group: dict[str, Any], parameter: Tensor) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        if grad.is_sparse:
+            raise UserError("BlockAdamW does not take sparse gradients; build the embedding with sparse=False.")
+        state = self._state_of(parameter)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        constants = Constants(
+            float(group["lr"]), float(beta1), float(beta2), group["eps"], group["weight_decay"], state["step"]
+        )
+        on_device = constants.tensor(parameter.device)
+        flat, flat_grad = flat_view(parameter), flat_view(grad, parameter)
+        implementation = Implementation.TORCH
+        if parameter.device.type == "cpu":
+            implementation = self._implementation.resolve(parameter.device)
+        for chunk in chunks(state["layout"], parameter.numel(), self._chunk_blocks):
+            weight = _weights(flat, state, chunk)
+            gradient = take(flat_grad, chunk)
+            gradient = -gradient if group["maximize"] else gradient
+            views = state_views(state, chunk)
+            if chunk.bits == 32:
+                update_float32(weight, gradient.to(torch.float32), views[0], views[1], constants)
+            else:
+                key = None
+                if self._stochastic:
+                    # A sequence for each precision, by position among its blocks: chunk_blocks changes no bit.
+                    sequence, start = index * 64 + chunk.bits, chunk.first * BLOCK
+                    key = key_tensor(self._seed, sequence, state["step"], start, parameter.device)
+                update_quantized(weight, gradient, views, on_device, key, chunk.bits, implementation)
+            _put_weights(flat, state, chunk, weight)
+
+
+def _weights(flat: Tensor, state: dict[str, Any], chunk: Chunk) -> Tensor:
+    """float32 weights of a chunk [count, width]: the parameter's memory where it is float32 and in one piece."""
+    if "remainder" in state:
+        return masters.join(take(flat, chunk), take(state["remainder"], chunk))
+    return take(state.get("master", flat), chunk)
+
+
+def _put_weights(flat: Tensor, state: dict[str, Any], chunk: Chunk, weight: Tensor) -> None:
+    parameter = take(flat, chunk)
+    if "remainder" in state:
+        remainder = take(state["remainder"], chunk)
+        masters.split(weight, parameter, remainder)
+        put(state["remainder"], chunk, remainder)
+        put(flat, chunk, parameter)
+    elif "master" in state:
+        put(state["master"], chunk, weight)
+        parameter.copy_(weight)
+        put(flat, chunk, parameter)
+    else:
+        put(flat, chunk, weight)
+
+
+def _remainder(master: str, parameter: Tensor) -> bool:
+    return parameter.dtype is torch.bfloat16 and master != "float32"
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    if group["amsgrad"]:
+        raise UserError("BlockAdamW has no amsgrad: its maximum of v would be a third state; leave amsgrad False.")
+    checked_layout(group["bits"], 1)
+    if group["master"] not in MASTERS:
+        raise UserError(f"Master weights {group['master']!r} are not known; they are 'auto', 'remainder' or 'float32'.")
+    for name, low, high in (("lr", 0.0, torch.inf), ("eps", 0.0, torch.inf), ("weight_decay", 0.0, torch.inf)):
+        if not low <= float(group[name]) <= high:
+            raise UserError(f"BlockAdamW needs {name} >= 0, but it is {float(group[name])}.")
+    for name, beta in zip(("beta1", "beta2"), group["betas"], strict=True):
+        if not 0.0 <= float(beta) < 1.0:
+            raise UserError(f"BlockAdamW needs {name} in [0, 1), but it is {float(beta)}.")
+    for parameter in group["params"]:
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"BlockAdamW has no update for {parameter.dtype}: parameters are float32 or 16-bit floats.")
+        if parameter.dtype is torch.float16 and group["master"] == "remainder":
+            raise UserError(
+                "A 16-bit remainder cannot make float32 of a float16 parameter: below 2^-17 more than 2^16 float32 "
+                "numbers round to one float16. Use master='float32', or bfloat16 parameters."
+            )
+        flat_view(parameter.detach())
