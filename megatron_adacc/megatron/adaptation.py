@@ -7,7 +7,7 @@ loss, which only the last stage knows, and the peak of their memory.
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron_adacc.megatron.layer import marked_layers
 from megatron_adacc.megatron.plan_notes import check_plan
 from megatron_adacc.megatron.redo import retried
 from megatron_adacc.megatron.rehearsing import beside_training
+from megatron_adacc.megatron.report_facts import frontier, plan_of_layers
 from megatron_adacc.megatron.saved_state import SavedState
 from megatron_adacc.planner import Plan
 from megatron_adacc.runtime.agree import check_equal
@@ -31,27 +32,49 @@ from megatron_adacc.runtime.attach import attach
 
 
 class Adaptation:
-    """``handle``: None on a rank without layers. ``watched``: whether anything of the plan may change."""
+    """``handle``: None on a rank without layers. ``watched``: whether anything of the plan may change. ``numbers``:
+    Megatron's numbers of the layers, by place."""
 
-    def __init__(self, handle: AdaptiveHandle | None, args: Namespace, config: Config) -> None:
+    def __init__(
+        self, handle: AdaptiveHandle | None, args: Namespace, config: Config, numbers: Sequence[int] = ()
+    ) -> None:
         self.handle = handle
+        self._numbers = tuple(numbers)
         self.watched = config.plan not in ("keep", "recompute")
         world = torch.distributed.group.WORLD
         assert world is not None
         self._world = world if world.size() > 1 else None
-        self._told = 0
+        self._told = self._told_errors = 0
         self._retry = Retry(handle, world, votes=config.plan == "auto")
 
     def new_decisions(self) -> list[dict[str, Any]]:
         """Those since the last call, for the report; none on ranks that decide the same as another."""
-        if self.handle is None or parallel_state.get_data_parallel_rank(with_context_parallel=True):
+        if self.handle is None or _repeats_another():
             return []
         new, self._told = self.handle.decisions[self._told :], len(self.handle.decisions)
-        where = {
-            "stage": parallel_state.get_pipeline_model_parallel_rank(),
-            "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
-        }
-        return [{**where, **asdict(decision)} for decision in new]
+        return [{**_where(), **asdict(decision)} for decision in new]
+
+    def new_gradient_errors(self) -> list[dict[str, Any]]:
+        """What comparisons with exact gradients have found since the last call, likewise."""
+        if self.handle is None or _repeats_another():
+            return []
+        new, self._told_errors = self.handle.compared[self._told_errors :], len(self.handle.compared)
+        return [
+            {**_where(), "step": step, "layer": self._numbers[place], **asdict(found)} for step, place, found in new
+        ]
+
+    def plan(self) -> list[dict[str, Any]]:
+        """What becomes of each saved tensor of each layer, for the report, likewise."""
+        if self.handle is None or _repeats_another():
+            return []
+        return [{**_where(), **one} for one in plan_of_layers(self.handle, self._numbers)]
+
+    def frontiers(self) -> list[dict[str, Any]]:
+        """What other limits would cost, for the report, likewise."""
+        if self.handle is None or _repeats_another():
+            return []
+        found = frontier(self.handle)
+        return [] if found is None else [{**_where(), **found}]
 
     def forward_backward(self, original: Callable, model: list, optimizer: Any) -> Callable:
         """Megatron's, run again where it does not get its memory."""
@@ -76,6 +99,17 @@ class Adaptation:
             known = None if math.isinf(mine[0]) or math.isnan(mine[0]) else mine[0]
             own_peak = None if math.isinf(mine[1]) else peak_bytes
             self.handle.step(known, own_peak)
+
+
+def _repeats_another() -> bool:
+    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def _where() -> dict[str, int]:
+    return {
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
+    }
 
 
 def attach_adaptation(model: list[torch.nn.Module], args: Namespace, saved: SavedState) -> Adaptation | None:
@@ -106,7 +140,7 @@ def attach_adaptation(model: list[torch.nn.Module], args: Namespace, saved: Save
     attached = attach(layers, policy)
     handle = AdaptiveHandle(attached, config, same_channels, plan_groups=plan_groups, preserve=preserve)
     saved.handle = handle
-    return Adaptation(handle, args, config)
+    return Adaptation(handle, args, config, [layer.layer_number for layer in layers])
 
 
 def plan_of_file(path: str, args: Namespace) -> Plan:

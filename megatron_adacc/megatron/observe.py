@@ -67,7 +67,7 @@ class Observer:
         self._steps = 0
         self._figures: list[_Figures] = []
         self._layers: list[dict[str, int]] = []
-        self._logged = 0
+        self._plan_due = 3  # logs for which the layers' bytes and plan are looked at, after the start and each decision
         self._predictions_known = False
         self._handle: AdaptiveHandle | None = None
         self._adaptation: Adaptation | None = None
@@ -163,12 +163,10 @@ class Observer:
         self._step_ms.clear()
         ranks = self._gather(mine)
         self._gather_predictions(len(ranks))
-        if self._logged < 2:  # a plan that is found in the first step holds from the second
-            self._logged += 1
-            self._layers = [{} for _ in ranks]
-            own = {name: size for layers in self._layers_of_chunks.values() for name, size in layers.items()}
-            torch.distributed.all_gather_object(self._layers, own)
         self._gather_decisions(len(ranks))
+        if self._plan_due or last:
+            self._plan_due = max(0, self._plan_due - 1)
+            self._gather_plan(len(ranks), last)
         if torch.distributed.get_rank() != len(ranks) - 1:
             return
         row = Row(
@@ -207,9 +205,28 @@ class Observer:
         """What the first data-parallel rank of each stage decided since the last log."""
         if self._adaptation is None or not self._adaptation.watched:
             return
-        everyone: list[list[dict[str, Any]]] = [[]] * ranks
-        torch.distributed.all_gather_object(everyone, self._adaptation.new_decisions())
-        self._report.decisions += [decision for one in everyone for decision in one]
+        own = (self._adaptation.new_decisions(), self._adaptation.new_gradient_errors())
+        everyone: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [own] * ranks
+        torch.distributed.all_gather_object(everyone, own)
+        for decisions, errors in everyone:
+            self._report.decisions += decisions
+            self._report.gradient_errors += errors
+        if any(decisions for decisions, _ in everyone):
+            self._plan_due = 3  # layers may be traced again, which takes two steps
+
+    def _gather_plan(self, ranks: int, last: bool) -> None:
+        """What each layer holds, and what becomes of its tensors; at the end also what other limits would cost, where
+        that is written down. A plan that is found in the first step holds from the second."""
+        self._layers = [{} for _ in range(ranks)]
+        held = {name: size for layers in self._layers_of_chunks.values() for name, size in layers.items()}
+        torch.distributed.all_gather_object(self._layers, held)
+        if self._adaptation is None or self._args.adacc_report is None:
+            return
+        own = (self._adaptation.plan(), self._adaptation.frontiers() if last else [])
+        everyone: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [own] * ranks
+        torch.distributed.all_gather_object(everyone, own)
+        self._report.plan = [layer for plan, _ in everyone for layer in plan]
+        self._report.frontiers = [one for _, frontiers in everyone for one in frontiers]
 
     def _gather(self, mine: _Figures) -> list[_Figures]:
         # Sizes are not negative: -1 carries "unknown" through the collective.

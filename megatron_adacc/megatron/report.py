@@ -33,7 +33,8 @@ class Row:
 
 @dataclass
 class Report:
-    """A run's rows and what it was."""
+    """A run's rows and what it was. ``plan``, ``gradient_errors``, ``frontiers``: as megatron/report_facts.py and
+    adaptation give them, of the first data-parallel rank of each stage and tensor-parallel rank."""
 
     strategy: str
     device: str
@@ -45,6 +46,9 @@ class Report:
     layer_held_bytes: dict[str, int] = field(default_factory=dict)
     predicted: list[dict[str, Any]] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
+    plan: list[dict[str, Any]] = field(default_factory=list)
+    gradient_errors: list[dict[str, Any]] = field(default_factory=list)
+    frontiers: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def start(cls, args: Namespace) -> "Report":
@@ -108,6 +112,9 @@ class Report:
                 "ranks": self.ranks,
                 "predicted": self.predicted,
                 "decisions": self.decisions,
+                "plan": self.plan,
+                "gradient_errors": self.gradient_errors,
+                "frontiers": self.frontiers,
                 "iterations": [asdict(row) for row in self.rows],
             },
             indent=1,
