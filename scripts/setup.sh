@@ -173,7 +173,14 @@ make_venv() {
 
 # pip repeats one line for each configured folder that is not there; it says nothing about this set-up.
 run_pip() {
-    "$venv/bin/python" -m pip install --log "$log" "$@" 2> >(grep --line-buffered -v '^WARNING: Location .* is ignored' >&2)
+    local code
+    # In a pipe, not a process substitution: all that pip says is out before we say anything more.
+    {
+        "$venv/bin/python" -m pip install --log "$log" "$@" 2>&1 >&3 3>&- |
+            { grep --line-buffered -v '^WARNING: Location .* is ignored' >&2 || true; }
+        code=${PIPESTATUS[0]}
+    } 3>&1
+    return "$code"
 }
 
 install() {
