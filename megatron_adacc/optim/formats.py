@@ -102,18 +102,20 @@ def encode(
     v: Tensor,
     m_exponent: Tensor | None,
     v_exponent: Tensor | None,
-    words: tuple[Tensor, Tensor] | None,
+    words: Tensor | None,
 ) -> None:
     """Write float32 m_value and v_value [blocks, width] into codes and exponents.
 
-    `words`: random int32 [blocks, width] for m and for v: stochastic rounding. None: to the nearest.
+    `words`: random int32 [blocks, width] for stochastic rounding, the lower half for m, the upper for v. None: to the
+    nearest.
     """
     if bits == 32:
         m.copy_(m_value)
         v.copy_(v_value)
         return
     s = torch.sqrt(v_value)
-    m_word, v_word = words if words is not None else (None, None)
+    m_word = None if words is None else words & 0xFFFF
+    v_word = None if words is None else (words >> 16) & 0xFFFF
     if bits == 16:
         m.copy_(_bfloat16(m_value, m_word))
         v.copy_(_bfloat16(s, v_word))
@@ -142,8 +144,8 @@ def encode(
 
 
 def _unit(word: Tensor) -> Tensor:
-    """A uniform number in (0, 1) from the upper 23 bits of a random word."""
-    return (((word >> 9) & 0x7FFFFF).to(torch.float32) + 0.5) * 2.0**-23
+    """A uniform number in (0, 1) from 16 random bits."""
+    return (word.to(torch.float32) + 0.5) * 2.0**-16
 
 
 def _bfloat16(x: Tensor, word: Tensor | None) -> Tensor:
@@ -151,7 +153,7 @@ def _bfloat16(x: Tensor, word: Tensor | None) -> Tensor:
         return x.to(torch.bfloat16)
     bits = x.view(torch.int32)
     # Adding to the magnitude bits of a finite float32 reaches inf at most; nothing wraps.
-    up = ((bits + ((word >> 16) & 0xFFFF)) & -0x10000).view(torch.float32)
+    up = ((bits + word) & -0x10000).view(torch.float32)
     return torch.where(x.abs() < torch.inf, up, x).to(torch.bfloat16)
 
 

@@ -1,7 +1,7 @@
 """Random 32-bit words as a function of a key and a position, in int32 arithmetic.
 
-The mixer is that of codecs.counter_random; here whole words are wanted, two an element, and int32 is what vector
-units multiply fast. Products wrap, as they do modulo 2^32.
+The mixer is that of codecs.counter_random; here whole words are wanted, and int32 is what vector units multiply
+fast. Products wrap, as they do modulo 2^32.
 """
 
 import torch
@@ -19,11 +19,10 @@ def key_tensor(seed: int, parameter: int, step: int, start: int, device: torch.d
     return torch.tensor([_signed(low), _signed(high), _signed(start & 0xFFFFFFFF)], dtype=torch.int32, device=device)
 
 
-def words(key: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Two independent random int32 of this shape for the positions from key[2] on."""
+def words(key: Tensor, shape: torch.Size) -> Tensor:
+    """Random int32 of this shape for the positions from key[2] on."""
     position = torch.arange(shape.numel(), dtype=torch.int32, device=key.device).view(shape) + key[2]
-    first = _mix(_mix(position ^ key[0]) ^ key[1])
-    return first, _mix(first ^ -0x61C88647)
+    return _mix(_mix(position ^ key[0]) ^ key[1])
 
 
 def _mix(word: Tensor) -> Tensor:
