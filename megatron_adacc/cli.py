@@ -28,6 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "max-batch": ("megatron_adacc.megatron.max_batch_command", "the largest micro-batch that fits, by strategy"),
     "evaluate": ("megatron_adacc.megatron.evaluate_command", "accuracy of a checkpoint on a cloze task"),
     "report": ("megatron_adacc.megatron.report_command", "draw a run's report as one HTML page"),
+    "reproduce": (
+        "megatron_adacc.megatron.reproduce_command",
+        "the paper's tables from the runs of scripts/reproduce_*.sh, beside predictions",
+    ),
     "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
 }
 
