@@ -22,5 +22,6 @@ python=$root/.venv/bin/python
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-# Half of the tests wait for processes of their own; the other worker goes on meanwhile. A file stays with one worker.
-exec "$python" -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile "$@"
+# Half of the tests wait for processes of their own; the other worker goes on meanwhile. A file stays with one worker, and
+# files are handed out in the order of tests/conftest.py.
+exec "$python" -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

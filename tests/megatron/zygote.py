@@ -8,6 +8,7 @@ Jobs come as JSON lines on standard input: {"script", "arguments", "ranks", "env
 answered with one line on standard output, {"code"}.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -30,12 +31,32 @@ import importlib
 for name in (
     "megatron.core.models.gpt",
     "megatron.training",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text",
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
+    "transformers.tokenization_utils_tokenizers",
     "megatron_adacc.megatron.batches",
     "megatron_adacc.megatron.observe",
 ):
     importlib.import_module(name)
+
+
+def warm_up_compiler() -> None:
+    """What the first compilation of a process imports and finds out costs it two seconds more."""
+    import torch
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(torch.nn.functional.gelu(x), 0.1).sum()
+
+    # No backward: its threads would forbid ranks to have one. No pool of processes: it would not survive a fork.
+    with torch._inductor.config.patch(compile_threads=1), torch.no_grad():
+        torch.compile(block)(torch.ones(8, 8))
+    torch._dynamo.reset()
+
+
+warm_up_compiler()
 
 GRACE_SECONDS = 5.0
 
@@ -115,6 +136,9 @@ def wait_for(children: dict[int, int]) -> int:
 
 
 def main() -> None:
+    # A collection in a rank would touch all that it shares with this process, and so copy it.
+    gc.collect()
+    gc.freeze()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
