@@ -26,17 +26,22 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "frontier": ("megatron_adacc.megatron.frontier_command", "what a memory limit costs in time, as table and picture"),
     "plan": ("megatron_adacc.megatron.plan_command", "plan for a GPU that is not there, beside what others do"),
     "max-batch": ("megatron_adacc.megatron.max_batch_command", "the largest micro-batch that fits, by strategy"),
+    "compare-training": (
+        "megatron_adacc.megatron.compare_command",
+        "train with each strategy from the same seeds, and compare the losses",
+    ),
     "evaluate": ("megatron_adacc.megatron.evaluate_command", "accuracy of a checkpoint on a cloze task"),
     "report": ("megatron_adacc.megatron.report_command", "draw a run's report as one HTML page"),
     "reproduce": (
         "megatron_adacc.megatron.reproduce_command",
         "the paper's tables from the runs of scripts/reproduce_*.sh, beside predictions",
     ),
+    "bench": ("megatron_adacc.megatron.bench_command", "compare strategies side by side on this machine"),
     "run": ("megatron_adacc.megatron.run", "run an unmodified Megatron script with the --adacc-* flags added"),
 }
 
 # Commands whose arguments are somebody else's flags: all that follows the name is handed on unread.
-HANDS_ON = {"evaluate", "frontier", "max-batch", "memory", "plan", "run", "trace"}
+HANDS_ON = {"bench", "compare-training", "evaluate", "frontier", "max-batch", "memory", "plan", "run", "trace"}
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

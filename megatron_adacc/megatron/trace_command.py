@@ -12,22 +12,19 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_adacc.atomic import write_text
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.one_rank import noise_aside
 from megatron_adacc.megatron.trace_flags import flags_of_file, model_flags, parse_known
 from megatron_adacc.planner import Action, Compress, Keep, Plan, Recompute
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from megatron_adacc.graph import LayerGraph
     from megatron_adacc.graph.picture import Fate
     from megatron_adacc.graph.verify import Evidence
@@ -113,7 +110,7 @@ def run(args: Namespace) -> int:
         title = f"{graph.module} on {own.device} under {own.plan}"
     else:
         flags = model_flags(given)
-        with _noise_aside():
+        with noise_aside():
             graph, fates, rows, totals, handle = _trace(flags, own.plan)
             title, table, plan = f"{graph.module} under {own.plan}", handle.report(), handle.plan
     content = _json(graph, own.plan, rows, totals)
@@ -148,31 +145,9 @@ def _check_own(own: Namespace) -> None:
             raise UserError(f"{path} cannot be written: its folder does not exist.")
 
 
-@contextlib.contextmanager
-def _noise_aside() -> Iterator[None]:
-    """Inside, what Megatron and its libraries print goes to a file; it is shown if something goes wrong."""
-    sys.stdout.flush()
-    shown = os.dup(1)
-    with tempfile.TemporaryFile() as noise:
-        os.dup2(noise.fileno(), 1)
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception:
-            sys.stdout.flush()
-            noise.seek(0)
-            sys.stderr.write(noise.read().decode(errors="replace"))
-            raise
-        finally:
-            sys.stdout.flush()
-            os.dup2(shown, 1)
-            os.close(shown)
-
-
 def _trace(flags: list[str], plan: str) -> tuple["LayerGraph", dict[int, "Fate"], list[Row], Totals, "Handle"]:
     """Build the layer, run it, and read off what became of its tensors."""
-    from megatron_adacc.megatron import launch
+    from megatron_adacc.megatron import launch, one_rank
 
     launch.prepare(PROGRAM, flags)
     sys.argv = [PROGRAM, *flags]
@@ -181,16 +156,16 @@ def _trace(flags: list[str], plan: str) -> tuple["LayerGraph", dict[int, "Fate"]
     from megatron_adacc.runtime.attach import attach
     from megatron_adacc.runtime.traces import MAX_TRACES
 
-    args = _start_megatron(plan)
+    args = one_rank.start(plan)
     try:
         _check_memory(args)
-        model, layers = _build(args)
+        model, layers = one_rank.build(args)
         with attach(layers, plan) as handle:
             for _ in range(MAX_TRACES):
-                _forward(model, args)
+                one_rank.forward(model, args)
                 if handle.plan.layers:
                     break  # two traces agreed; a layer that never does so is kept as autograd would
-            output = _forward(model, args)
+            output = one_rank.forward(model, args)
             measured = handle.stored_bytes() if handle.plan.layers else None
             del output
         graph, fates = _fates(handle)
@@ -219,47 +194,6 @@ def _refusal_of_megatron(error: Exception) -> UserError | None:
     place = "/".join(frame.filename.split("/")[-3:])
     words = str(error).strip() or f"this does not hold: {(frame.line or '').removeprefix('assert ')}"
     return UserError(f"Megatron cannot run this layer: {words} ({place}, line {frame.lineno})")
-
-
-def _start_megatron(plan: str) -> Namespace:
-    """Megatron's arguments, validated, and its process groups of one rank."""
-    from megatron.training import arguments, initialize
-
-    from megatron_adacc.megatron import strategies
-
-    args = arguments.parse_and_validate_args()
-    strategies.get(plan).apply(args)
-    initialize.initialize_megatron()
-    return args
-
-
-def _build(args: Namespace) -> tuple[Any, list["nn.Module"]]:
-    """The model of one layer, in training mode and the run's precision, and its transformer layers."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.transformer_layer import BaseTransformerLayer
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.models.gpt import GPTModelBuilder
-
-    config = gpt_config_from_args(args)
-    config.finalize()
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = GPTModelBuilder(config).build_distributed_models(groups, wrap_with_ddp=False)
-    return model.train(), [module for module in model.modules() if isinstance(module, BaseTransformerLayer)]
-
-
-def _forward(model: Any, args: Namespace) -> Any:
-    """One forward on random tokens [micro-batch, sequence], with the mask that training would give."""
-    import torch
-
-    device = next(model.parameters()).device
-    shape = (args.micro_batch_size, args.seq_length)
-    tokens = torch.randint(0, 127, shape, device=device)
-    positions = torch.arange(args.seq_length, device=device).expand(shape)
-    mask = None
-    if args.create_attention_mask_in_dataloader:
-        square = torch.ones(args.seq_length, args.seq_length, dtype=torch.bool, device=device).triu(1)
-        mask = square.expand(args.micro_batch_size, 1, -1, -1).contiguous()
-    return model(tokens, positions, mask, labels=tokens)
 
 
 def _check_memory(args: Namespace) -> None:

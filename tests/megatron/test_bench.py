@@ -1,0 +1,69 @@
+"""`adacc bench`: strategies in turn, each in its process, on Megatron's layers."""
+
+import json
+
+import pytest
+
+from megatron_adacc.cli import main
+from megatron_adacc.megatron.bench_command import SUITES, flags_of
+from megatron_adacc.megatron.bench_run import Row
+from megatron_adacc.megatron.bench_table import summary
+
+SMALL = ["--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32", "--max-position-embeddings", "32"]
+
+
+def test_strategies_side_by_side(tmp_path):
+    written = tmp_path / "bench.json"
+    only = ["--only", "plain", "full", "auto", "--percent", "60", "--rounds", "2", "--json", str(written)]
+    assert main(["bench", "--suite", "cpu", "--part", "layers", "--model", "llama", *only, *SMALL]) == 0
+    content = json.loads(written.read_text())
+    (case,) = content["cases"]
+    rows = {row["strategy"]: row for row in case["strategies"]}
+    plain, full, auto = rows["plain"], rows["full"], rows["auto 60%"]
+    assert 0 < full["held_bytes"] < auto["held_bytes"] < plain["held_bytes"]
+    assert full["peak_bytes"] < plain["peak_bytes"]
+    assert auto["largest_error"] == full["largest_error"] == 0
+    assert auto["loss"] == full["loss"] == plain["loss"]
+    assert len(auto["times"]) == 2
+    assert len(plain["times"]) >= 4  # it ran beside the peers and again beside the plans
+    at_peak = rows["auto = full peak"]
+    at_peak = rows[at_peak["same_as"]] if at_peak.get("same_as") else at_peak
+    assert at_peak["peak_bytes"] <= full["peak_bytes"]
+    assert any(line.startswith("full: auto at its peak takes ") for line in case["summary"])
+
+
+def row(name: str, seconds: list[float], plain: list[float], peak: int = 0) -> Row:
+    timed = [(s, 2 * s) for s in seconds]
+    return Row(name, peak=peak, times=timed, beside={"plain": [(s, 2 * s) for s in plain]})
+
+
+def test_ratios_are_of_the_same_round():
+    """Medians of the rounds' own ratios; strategies of different groups are compared through plain."""
+    peer = row("checkpoint", [1.4, 2.8, 4.2], [1.0, 2.0, 3.0], peak=200)
+    auto = row("auto = checkpoint peak", [2.2, 1.1, 1.2], [2.0, 1.0, 1.0], peak=190)
+    plain = row("plain", [1.0], [1.0])
+    assert auto.ratio("plain", 0) == pytest.approx((1.1, 1.1, 1.2))
+    (line,) = summary({"plain": plain, "checkpoint": peer, auto.name: auto}, 0)
+    assert line == "checkpoint: auto at its peak takes 0.786 of its step; peak 0.0 MB beside 0.0."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "adacc bench needs --suite cpu or --suite gpu."),
+        (["--suite", "cpu", "--rounds", "0"], "--rounds must be 1 or more; it is 0."),
+        (["--suite", "cpu", "--only", "magic"], "'magic' is none of them."),
+        (["--suite", "cpu", "--json", "/none/there.json"], "/none/there.json cannot be written: its folder does not"),
+        (["--suite", "cpu", "--percent", "0"], "--percent takes whole numbers from 1 to 100."),
+    ],
+)
+def test_bad_options(arguments, sentence, capsys):
+    assert main(["bench", *arguments, *(["--part", "layers"] if arguments else ["--rounds", "1"])]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_flags_of_a_case():
+    flags = flags_of(SUITES["cpu"], "llama", 0.0, ["--num-layers", "7", "--hidden-size", "64"])
+    assert flags[-2:] == ["--num-layers", "7"]
+    assert "--swiglu" in flags
+    assert flags.index("64") > flags.index("512")  # what comes last counts
