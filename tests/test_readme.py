@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN_ELSEWHERE = {
     "bash scripts/demo.sh": "tests/scripts/test_demo.py",
     "bash scripts/test.sh": ".ci/run",
+    "bash scripts/reproduce_117m.sh": "tests/scripts/test_reproduce.py",
+    "docker ": "tests/test_dockerfile.py",
     "torchrun --nproc-per-node N pretrain_gpt.py <Megatron's flags>": "tests/megatron/test_strategies.py",
     "adacc run --nproc-per-node 8 Megatron-LM/pretrain_gpt.py": "tests/megatron/test_run.py",
 }

@@ -128,6 +128,8 @@ class TestDryRun:
             assert [f"{number:.1f}" for number in figures] == row[-5:-3]
             assert [f"{planned[strategy][key] / 2**30:.2f}" for key in ("held_bytes", "peak_bytes")] == row[-3:-1]
             assert row[-1] == fits
+        full = f"{planned['full']['samples_per_second']:.1f}"
+        assert f"| 64 | does not fit | {full} |" in (ROOT / "docs" / "reproduction.md").read_text()
 
     def test_no_prediction_for_a_cpu(self) -> None:
         done = call("4.7b", "--dry-run", "--cpu-scale", "--micro-batch", "2", "--method", "adacc")
