@@ -23,6 +23,7 @@ from megatron_adacc.optim.blocks import (
     empty_state,
     flat_view,
     put,
+    same_layout,
     state_views,
     take,
 )
@@ -93,6 +94,11 @@ class BlockAdamW(Optimizer):
         }
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Optimizer's own leaves out what it does not know, and copies would lack it.
+        own = ("_stochastic", "_implementation", "_seed", "_chunk_blocks")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As Optimizer's.
 
@@ -139,6 +145,8 @@ class BlockAdamW(Optimizer):
         state = self._state_of(parameter)
         new = checked_layout(layout.to(parameter.device) if isinstance(layout, Tensor) else layout, parameter.numel())
         old = state["layout"]
+        if same_layout(old, new):
+            return
         blocks = {name: state.pop(name) for name in list(state) if name[0] in "mv" and name[1].isdigit()}
         state.update(transcode(blocks, old, new, parameter.numel(), self._chunk_blocks, parameter.device))
         state["layout"] = new

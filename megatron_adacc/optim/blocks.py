@@ -86,6 +86,13 @@ def checked_layout(layout: Layout, numel: int) -> Layout:
     return found[0] if len(found) == 1 else layout.to(torch.uint8)
 
 
+def same_layout(one: Layout, other: Layout) -> bool:
+    """Whether two layouts in their shortest form give every block the same bits."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return isinstance(one, int) and isinstance(other, int) and one == other
+
+
 def chunks(layout: Layout, numel: int, chunk_blocks: int) -> Iterator[Chunk]:
     """All blocks, in chunks of at most `chunk_blocks`; the tail is a chunk of its own."""
     full, tail = divmod(numel, BLOCK)

@@ -7,13 +7,13 @@ loss, to second order and averaged over signs, by lr^2 / 2 sum h e^2. For h:
     Hutchinson       mean over probes z = +-1 of  z * (H z)   (Yao et al., AdaHessian, arXiv 2006.00719). One
                      double backward a probe.
 
-The error of u, with Q the largest |u| of the block (formats.py):
+The squared error of u, with Q the largest |u| of the block (formats.py):
 
-    16 bits    u^2 2e-4
-     8         u^2 (0.020 + 0.0013)           v wanders by its stochastic rounding; rounding of q
-     4         u^2 0.09 + (Q / 7)^2 / 6       the same; and u^2 where s is below the last level
+    16 bits    3e-4 u^2
+     8         0.03 u^2                     0.02 as v wanders by its stochastic rounding, the rest by m's
+     4         0.08 u^2 + 2.7 (Q / 7)^2     the same; and u^2 where s is below the last level
 
-The shares are derived in docs/states.md, and measured there.
+docs/states.md derives the shares of v; the rest was measured (benchmarks/states.py noise).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,11 @@ from megatron_adacc.optim.block_adamw import BlockAdamW
 from megatron_adacc.optim.blocks import flat_view
 from megatron_adacc.optim.formats import BLOCK
 
-SHARES = {16: 2e-4, 8: 0.0213, 4: 0.09}
+SHARES = {16: 3e-4, 8: 0.03, 4: 0.08}
 """Expected squared error of u relative to u^2, by bits; see the module docstring."""
+
+STEP_SHARE = 2.7
+"""Expected squared error of u at 4 bits relative to the squared distance of two codes of q."""
 
 _RANGE = 2.0**-7  # the last of the 4-bit levels, of the first
 
@@ -97,7 +100,7 @@ def layout_errors(
         largest = u.abs().amax(1, keepdim=True)
         square = u * u
         costs = [torch.zeros_like(square), square * SHARES[16], square * SHARES[8]]
-        costs.append(torch.where(below, 1.0, SHARES[4]) * square + (largest / 7) ** 2 / 6)
+        costs.append(torch.where(below, 1.0, SHARES[4]) * square + STEP_SHARE * (largest / 7) ** 2)
         rows.append(torch.stack([(weight * cost).sum(1) for cost in costs], 1))
     return torch.cat(rows) if rows else torch.empty(0, 4, dtype=torch.float64, device=m.device)
 

@@ -1,5 +1,6 @@
 """Saving, resuming, re-sharding, and going on with torch's AdamW."""
 
+import copy
 import io
 
 import pytest
@@ -63,6 +64,16 @@ def test_loading_copies():
     before = optimizer.moments(parameters[0])[0]
     train(second, other, 1, seed=2)
     assert torch.equal(optimizer.moments(parameters[0])[0], before)
+
+
+def test_a_copy_goes_on_like_the_original():
+    parameters = fresh()
+    optimizer = block_adamw(parameters, seed=7)
+    train(optimizer, parameters, 2, seed=1)
+    others, copied = copy.deepcopy((parameters, optimizer))
+    train(optimizer, parameters, 2, seed=2)
+    train(copied, others, 2, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
 
 
 def test_adamw_goes_on_from_the_full_precision_state():
