@@ -195,7 +195,7 @@ def run(order: Order, method: Method, micro_batch: int, console: Console, search
     words = f"{order.experiment.title}, {method.title}, micro-batch {micro_batch}"
     before = records.done_before(path, tokens)
     if before is not None:
-        console.print(f"{words}: {before}, as recorded in {path.name}", markup=False)
+        console.print(f"{words}: {before}, as recorded in {path.name}", markup=False, soft_wrap=True)
         return before == records.FINISHED
     report.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
@@ -222,7 +222,7 @@ def run(order: Order, method: Method, micro_batch: int, console: Console, search
         console.print(f"{words}: failed with exit code {code}; its log is {log}.", markup=False, soft_wrap=True)
         sys.exit(code if code > 0 else 1)
     records.save(path, order.experiment, method, micro_batch, search, order.extra, outcome, tokens, report)
-    console.print(f"{words}: {outcome}", markup=False)
+    console.print(f"{words}: {outcome}", markup=False, soft_wrap=True)
     return outcome == records.FINISHED
 
 

@@ -126,7 +126,8 @@ def _print(shown: Sequence[Table]) -> None:
 
     out = console()
     for table in shown:
-        drawn = Drawn(title=table.title, box=box.SIMPLE_HEAD, title_justify="left")
+        out.print(table.title)
+        drawn = Drawn(box=box.SIMPLE_HEAD)
         for index, name in enumerate(table.columns):
             drawn.add_column(name, justify="right" if index else "left")
         for row in table.rows:

@@ -99,19 +99,21 @@ def _measured_throughput(experiment: Experiment, records: Sequence[Record]) -> T
 
 
 def _accuracy(experiment: Experiment, records: Sequence[Record]) -> Table:
-    """At the largest micro-batch that the Baseline and most other methods finished."""
+    """At the micro-batch that most methods finished, Baseline among them where it can be; the largest of such."""
     runs = [one for one in records if not one.search and one.final_loss is not None]
-    sizes = {one.micro_batch for one in runs if one.method == "baseline"}
-    size = max(sizes, key=lambda size: (sum(one.micro_batch == size for one in runs), size), default=None)
+
+    def worth(size: int) -> tuple[bool, int, int]:
+        there = [one.method for one in runs if one.micro_batch == size]
+        return "baseline" in there, len(there), size
+
+    size = max({one.micro_batch for one in runs}, key=worth, default=None)
     losses = {one.method: one for one in runs if one.micro_batch == size}
+    base = losses["baseline"].final_loss if "baseline" in losses else None
     rows = []
     for method in METHODS.values():
-        one = losses.get(method.key)
-        if one is None or one.final_loss is None:
-            rows.append((method.title, NOT_MEASURED, ""))
-            continue
-        base = losses["baseline"].final_loss
-        rows.append((method.title, f"{one.final_loss:.6f}", f"{one.final_loss - (base or 0.0):+.6f}"))
+        loss = losses[method.key].final_loss if method.key in losses else None
+        less = "" if loss is None or base is None else f"{loss - base:+.6f}"
+        rows.append((method.title, NOT_MEASURED if loss is None else f"{loss:.6f}", less))
     steps = {one.iterations for one in losses.values()}
     after = f" after {steps.pop()} iterations" if len(steps) == 1 else ""
     at = "" if size is None else f" at micro-batch {size}{after}"

@@ -172,20 +172,80 @@ class TestMistakes:
 @pytest.mark.distributed
 def test_a_run_at_cpu_scale(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """By torchrun on two ranks; recorded, not run again, and in the tables."""
-    options = ["117m", "--cpu-scale", "--method", "baseline", "--micro-batch", "2", "--iterations", "3"]
+    options = ["117m", "--cpu-scale", "--method", "full", "--micro-batch", "2", "--iterations", "3"]
     done = call(*options, "--output", tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     (found,) = records.load(tmp_path)
-    assert (found.model, found.method, found.micro_batch, found.small, found.ranks) == ("117m", "baseline", 2, True, 2)
+    assert (found.model, found.method, found.micro_batch) == ("117m", "full", 2)
+    assert (found.small, found.ranks) == (True, 2)
     assert (found.outcome, found.iterations) == (FINISHED, 3)
     assert found.samples_per_second == pytest.approx(4e3 / found.step_ms)
     again = call(*options, "--output", tmp_path)
-    assert "finished, as recorded in baseline-2.run.json" in again.stdout
+    assert "finished, as recorded in full-2.run.json" in again.stdout
     assert cli.main(["reproduce", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "small sizes on 2 ranks of the CPU" in out
     assert f"{found.samples_per_second:.1f}" in out
     assert f"{found.final_loss:.6f}" in out
+
+
+# Stands for torchrun and the job: up to five samples get their memory, and a clip of 9 is a bug.
+FAKE_JOB = """
+import json, sys
+value = {flag: text for flag, text in zip(sys.argv, sys.argv[1:]) if flag.startswith("--")}
+size = int(value["--micro-batch-size"])
+if value["--clip-grad"] == "9":
+    sys.exit("AssertionError: something else")
+if size > 5:
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory.")
+summary = {"iterations": int(value["--train-iters"]), "step_ms_median": 100.0, "held_bytes": 1, "peak_bytes": 2}
+summary |= {"final_lm_loss": 9.5}
+report = {"summary": summary, "device": "a GPU", "run": {"global_batch_size": int(value["--global-batch-size"])}}
+json.dump(report, open(value["--adacc-report"], "w"))
+"""
+
+
+class TestRunner:
+    @pytest.fixture(autouse=True)
+    def fake(self, script: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = script["run"].__globals__
+        monkeypatch.setitem(names, "command", lambda experiment, path, flags: [sys.executable, "-c", FAKE_JOB, *flags])
+        monkeypatch.setitem(names, "need_gpus", lambda number: None)
+
+    def test_what_got_no_memory_is_recorded(self, script: dict, tmp_path: Path) -> None:
+        options = ["--method", "full", "--micro-batch", "4", "--micro-batch", "8", "--output", str(tmp_path)]
+        assert script["main"](["345m", *options]) == 0
+        found = records.load(tmp_path)
+        assert [(run.micro_batch, run.outcome) for run in found] == [(4, FINISHED), (8, NO_MEMORY)]
+        assert [run.samples_per_second for run in found] == [320.0, None]
+        assert (found[0].device, found[0].iterations, found[0].peak_bytes) == ("a GPU", 30, 2)
+        assert "CUDA out of memory" in (tmp_path / "345m" / "full-8.log").read_text()
+
+    def test_the_largest(self, script: dict, tmp_path: Path) -> None:
+        options = ["--largest", "--method", "adacc", "--micro-batch", "2", "--output", str(tmp_path)]
+        assert script["main"](["117m", *options]) == 0
+        found = records.load(tmp_path)
+        assert [run.micro_batch for run in found if run.outcome == FINISHED] == [2, 4, 5]
+        assert all(run.search for run in found)
+        assert {run.iterations for run in found} == {3, None}
+        assert tables(EXPERIMENTS["117m"], None, found)[0].rows[3] == ("Adacc, lossless", "136", "", "5")
+
+    def test_another_failure_stops(self, script: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+        options = ["--method", "full", "--micro-batch", "4", "--output", str(tmp_path), "--", "--clip-grad", "9"]
+        with pytest.raises(SystemExit) as ended:
+            script["main"](["117m", *options])
+        assert ended.value.code == 1
+        out = capsys.readouterr().out
+        assert "AssertionError: something else" in out
+        assert "its log is" in out
+        assert records.load(tmp_path) == []
+
+    def test_other_flags_run_again(self, script: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+        options = ["--method", "full", "--micro-batch", "4", "--output", str(tmp_path)]
+        for extra, again in (([], False), ([], True), (["--", "--clip-grad", "2"], False)):
+            assert script["main"](["117m", *options, *extra]) == 0
+            assert ("as recorded in" in capsys.readouterr().out) == again
+        assert [run.extra for run in records.load(tmp_path)] == [("--clip-grad", "2")]
 
 
 class TestOutcome:
@@ -242,6 +302,12 @@ class TestTables:
         assert [row[1:] for row in claims.rows] == [
             ("28-33 %", "", "33 %"), ("1.01-1.37", "", "1.20"), ("1.01-1.37", "", unknown)
         ]  # fmt: skip
+
+    def test_losses_without_a_baseline(self) -> None:
+        runs = [one("full", 8, 75.0), one("adacc", 8, 80.0, final_loss=9.25), one("adacc", 64, 90.0)]
+        loss = tables(EXPERIMENTS["117m"], None, runs)[1]
+        assert "micro-batch 8" in loss.title
+        assert [row[1:] for row in loss.rows[1:4:2]] == [("9.500000", ""), ("9.250000", "")]
 
     def test_predictions_stand_beside_the_paper(self) -> None:
         figures = {"held_bytes": 73, "peak_bytes": 100}
