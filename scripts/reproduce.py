@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -170,7 +171,8 @@ def dry_run(order: Order, device_name: str, console: Console) -> None:
 
     spec = device(device_name)
     predictor = Predictor(order.experiment, spec, order.extra)
-    table = Table(title=f"Predicted on {order.experiment.ranks} x {spec.full_name}")
+    console.print(f"Predicted on {order.experiment.ranks} x {spec.full_name}")
+    table = Table(box=box.SIMPLE_HEAD)
     for name in ("micro-batch", "method", "samples/s", "step ms", "held GiB", "peak GiB", "fits"):
         table.add_column(name, justify="left" if name in ("method", "fits") else "right", no_wrap=True)
     for micro_batch in order.micro_batches:
@@ -257,7 +259,7 @@ def main(argv: Sequence[str]) -> int:
     cut = rest.index("--") if "--" in rest else len(rest)
     parser = parser_of(key)
     args = parser.parse_args(rest[:cut])
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
     try:
         order = order_of(key, args, rest[cut + 1 :])
         if args.dry_run:
