@@ -246,7 +246,8 @@ ARROWS: dict[str, set[str]] = {
     "cost": {"graph", "codecs", "planner"},
     "runtime": {"graph", "codecs", "planner", "cost"},
     "adaptive": {"runtime", "planner", "codecs", "graph", "cost"},
-    "megatron": {"graph", "cost", "planner", "codecs", "runtime", "adaptive", "devices", "patches", "kernels"},
+    "optim": {"codecs"},
+    "megatron": {"graph", "cost", "planner", "codecs", "runtime", "adaptive", "devices", "optim", "patches", "kernels"},
 }
 # Outside package -> the parts that may import it.
 OUTSIDE: dict[str, set[str]] = {

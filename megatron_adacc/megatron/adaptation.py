@@ -140,7 +140,7 @@ def attach_adaptation(model: list[torch.nn.Module], args: Namespace, saved: Save
     attached = attach(layers, policy)
     handle = AdaptiveHandle(attached, config, same_channels, plan_groups=plan_groups, preserve=preserve)
     saved.handle = handle
-    return Adaptation(handle, args, config, [layer.layer_number for layer in layers])
+    return Adaptation(handle, args, config, [layer.layer_number for layer in layers])  # type: ignore[misc]
 
 
 def plan_of_file(path: str, args: Namespace) -> Plan:
