@@ -2,6 +2,7 @@
 
     python benchmarks/states.py states           # loss, bytes and time of each precision against torch's AdamW
     python benchmarks/states.py dgr              # delayed groups with and without compensation; docs/images/dgr.png
+    python benchmarks/states.py long             # the GPT in G groups for G times the steps: as many updates as plain
     python benchmarks/states.py noise            # the error of the update that each precision makes
 
 CPU, one thread, plain torch. The GPT learns to predict a synthetic language: a random Markov chain.
@@ -237,9 +238,10 @@ def quadratic(count: int, compensation: float, lr: float, noise: float, steps: i
 
 
 def gpt_losses(count: int, compensation: float, options: argparse.Namespace, seed: int) -> Run:
-    """The small GPT with AdamW in `count` groups; the last group's learning rate is the plain one's."""
+    """The small GPT with AdamW in `count` groups, at the learning rate of the plain one."""
     language = Language()
-    batches = [language.batch(options.batch, options.length, 1000 + step) for step in range(options.steps)]
+    steps = options.steps * (count if options.what == "long" else 1)
+    batches = [language.batch(options.batch, options.length, 1000 + step) for step in range(steps)]
     torch.manual_seed(seed)
     model = Gpt(options.layers, options.width, options.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, options.beta2), weight_decay=0.1)
@@ -274,6 +276,16 @@ def dgr(options: argparse.Namespace) -> None:
         table.add_row(str(count), *row)
     CONSOLE.print(table)
     draw(curves, strengths)
+
+
+def long(options: argparse.Namespace) -> None:
+    """Held-out losses where every parameter gets as many updates as with the plain optimizer."""
+    for count in (1, 2, 4, 8):
+        strength = float(options.compensations.split(",")[-1])
+        losses = [gpt_losses(count, strength, options, seed).validation for seed in range(options.seeds)]
+        CONSOLE.print(
+            f"G = {count}, lambda = {strength:g}, {options.steps * count} steps: {statistics.mean(losses):.4f}"
+        )
 
 
 def _end(losses: list[float]) -> str:
@@ -353,7 +365,7 @@ def noise(_: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["states", "dgr", "noise"])
+    parser.add_argument("what", choices=["states", "dgr", "long", "noise"])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
@@ -368,7 +380,7 @@ def main() -> None:
     parser.add_argument("--implementation", default="auto")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    {"states": states, "dgr": dgr, "noise": noise}[options.what](options)
+    {"states": states, "dgr": dgr, "long": long, "noise": noise}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ optimizer.set_layout(parameter, layout)                  # bits for each block o
 torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.full_precision_state())
 """
 
+import enum
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_adacc.codecs.options import Implementation, Rounding, choice
+from megatron_adacc.codecs.options import Implementation, Rounding
 from megatron_adacc.errors import UserError
 from megatron_adacc.optim import master as masters
 from megatron_adacc.optim.blocks import (
@@ -34,6 +35,7 @@ from megatron_adacc.optim.transcode import read, transcode
 from megatron_adacc.optim.update import Constants, update_float32, update_quantized
 
 MASTERS = ("auto", "remainder", "float32")
+_IMPLEMENTATIONS = (Implementation.AUTO, Implementation.TORCH, Implementation.COMPILED)
 
 
 class BlockAdamW(Optimizer):
@@ -77,8 +79,8 @@ class BlockAdamW(Optimizer):
     ) -> None:
         if chunk_blocks < 1:
             raise UserError(f"BlockAdamW works on at least one block at a time, but chunk_blocks is {chunk_blocks}.")
-        self._stochastic = choice(Rounding, rounding, "rounding") is Rounding.STOCHASTIC
-        self._implementation = choice(Implementation, implementation, "implementation")
+        self._stochastic = _option("rounding", rounding, tuple(Rounding)) is Rounding.STOCHASTIC
+        self._implementation = _option("implementation", implementation, _IMPLEMENTATIONS)
         self._seed = seed
         self._chunk_blocks = chunk_blocks
         defaults = {
@@ -262,9 +264,9 @@ class BlockAdamW(Optimizer):
         )
         on_device = constants.tensor(parameter.device)
         flat, flat_grad = flat_view(parameter), flat_view(grad, parameter)
-        implementation = Implementation.TORCH
-        if parameter.device.type == "cpu":
-            implementation = self._implementation.resolve(parameter.device)
+        implementation = self._implementation
+        if implementation is not Implementation.AUTO or parameter.device.type == "cpu":
+            implementation = implementation.resolve(parameter.device)
         for chunk in chunks(state["layout"], parameter.numel(), self._chunk_blocks):
             weight = _weights(flat, state, chunk)
             gradient = take(flat_grad, chunk)
@@ -306,6 +308,14 @@ def _put_weights(flat: Tensor, state: dict[str, Any], chunk: Chunk, weight: Tens
 
 def _remainder(master: str, parameter: Tensor) -> bool:
     return parameter.dtype is torch.bfloat16 and master != "float32"
+
+
+def _option[Option: enum.Enum](name: str, value: Option | str, known: tuple[Option, ...]) -> Option:
+    for member in known:
+        if value in (member, member.value):
+            return member
+    names = ", ".join(f"'{member.value}'" for member in known)
+    raise UserError(f"BlockAdamW has no {name} {value!r}; it is one of {names}.")
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ class DelayedGroups:
     Args:
         optimizer: any torch optimizer that passes over parameters without a gradient.
         groups: every parameter of the optimizer in exactly one.
-        compensation: lambda.
+        compensation: lambda, in units of 1 / loss: gradients must be unscaled when `step` is called.
         all_reduce: sums a float64 tensor in place over the ranks that hold parts of a group, where weights are sharded.
 
     Raises:
@@ -100,7 +100,7 @@ class DelayedGroups:
         optimizer: Optimizer,
         groups: Sequence[Sequence[Parameter]],
         *,
-        compensation: float = 1.0,
+        compensation: float = 10.0,
         all_reduce: Callable[[Tensor], object] | None = None,
     ) -> None:
         grouped = [parameter for group in groups for parameter in group]

@@ -335,7 +335,8 @@ def test_loss_scaling_skips_a_step_with_inf():
         ({"eps": -1.0}, "needs eps >= 0"),
         ({"betas": (0.9, 1.0)}, "needs beta2 in"),
         ({"master": "none"}, "Master weights 'none'"),
-        ({"rounding": "up"}, "rounding='up'"),
+        ({"rounding": "up"}, "no rounding 'up'; it is one of 'nearest', 'stochastic'"),
+        ({"implementation": "triton"}, "no implementation 'triton'"),
         ({"chunk_blocks": 0}, "at least one block"),
     ],
 )
