@@ -82,7 +82,7 @@ body {{ font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: var(--ink); 
   margin: 2em auto; max-width: 1000px; padding: 0 1em; }}
 h1 {{ font-size: 1.5em; }} h2 {{ font-size: 1.15em; margin: 2em 0 0.2em; }}
 p {{ margin: 0.3em 0 0.6em; }} p.note, p.none, dt {{ color: var(--soft); }}
-svg {{ max-width: 100%; height: auto; display: block; }}
+svg {{ max-width: 100%; height: auto; display: block; }} svg.bar {{ min-width: 160px; }}
 svg text {{ font: 12px system-ui, "DejaVu Sans", sans-serif; fill: var(--ink); }}
 .grid {{ stroke: var(--line); fill: none; }} .axis {{ stroke: var(--soft); fill: none; }}
 .line {{ fill: none; stroke-width: 1.8; }} .line.s1 {{ stroke-dasharray: 7 3; }} .line.s2 {{ stroke-dasharray: 2 3; }}
@@ -188,7 +188,7 @@ def _memory(report: Mapping[str, Any]) -> str:
     chart = Chart("Memory over time", "iteration", unit, lines, marks=_marks(report), zero=True)
     return (
         _line_legend(lines)
-        + _note(_grouped("Largest over the ranks; dotted lines: plan changes.", group))
+        + _note(_grouped("Largest over the ranks; dotted lines: decisions on the plan.", group))
         + chart.svg()
     )
 
@@ -207,7 +207,7 @@ def _loss(report: Mapping[str, Any]) -> str:
     chart = Chart(
         "Loss", "iteration", "lm loss", [Line("lm loss", "s0", points)], marks=_marks(report)
     )  # fmt: skip
-    return _note(_grouped("Training loss; dotted lines: plan changes.", group)) + chart.svg()
+    return _note(_grouped("Training loss; dotted lines: decisions on the plan.", group)) + chart.svg()
 
 
 def _errors(report: Mapping[str, Any]) -> str:
@@ -245,7 +245,7 @@ def _frontier(one: Mapping[str, Any], several: bool) -> str:
     def marker(name: str, place: Mapping[str, Any], style: str, shape: str) -> Marker:
         return Marker(name, style, place[key] / scale, place["step_us"] / 1e3, shape)
 
-    curve = sorted((place[key] / scale, place["step_us"] / 1e3) for place in one["points"])
+    curve = sorted({(place[key] / scale, place["step_us"] / 1e3) for place in (*one["points"], one["chosen"])})
     markers = [marker("auto, another limit", place, "s0", "circle") for place in one["points"]]
     markers += [
         marker("nothing recomputed", one["none"], "s2", "square"),

@@ -54,8 +54,8 @@ class Scale:
 
     @property
     def ticks(self) -> list[float]:
-        """Round values within the scale, four to eight of them where it is linear."""
-        if self.logarithmic:
+        """Round values within the scale; of a logarithmic one over more than a decade, those with 1, 2 and 5."""
+        if self.logarithmic and self.high > 10 * self.low:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             steps = (1,) if len(powers) > 4 else (1, 2, 5)
             values = [step * 10.0**power for power in powers for step in steps]

@@ -133,14 +133,14 @@ def trained_once(checkpoint, trained):
 
 @pytest.mark.parametrize(
     ("ranks", "split"),
-    [(2, {}), (2, {"tensor_model_parallel_size": 2})],
-    ids=["data-parallel", "tensor-parallel"],
+    [(2, {}), (2, {"tensor_model_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2})],
+    ids=["data-parallel", "tensor-parallel", "pipeline-parallel"],
 )
 def test_scores_are_those_of_the_model(trained_once, train, jobs, tmp_path, ranks, split):
     folder, task, expected = trained_once
     result = tmp_path / "result.json"
     if split:
-        folder = resplit(folder, train, tmp_path)
+        folder = resplit(folder, train)
     run = train(
         script=jobs.ROOT / "megatron_adacc" / "megatron" / "evaluate_job.py", plan=None, report=False, ranks=ranks,
         task=task, result=result, load=folder, no_load_optim=True, no_load_rng=True, skip_train=True,
@@ -154,9 +154,11 @@ def test_scores_are_those_of_the_model(trained_once, train, jobs, tmp_path, rank
     assert found["perplexity"] == pytest.approx(math.exp(-sum(expected) / 5), rel=1e-3)
 
 
-def resplit(folder, train, tmp_path):
+def resplit(folder, train):
     """The same weights in the format that any number of ranks reads."""
-    new = tmp_path / "dist"
+    new = folder.parent / "dist"
+    if new.exists():
+        return new
     run = train(
         iterations=3, load=folder, finetune=True, no_load_optim=True, no_load_rng=True, lr=0.0, save=new,
         save_interval=3, ckpt_format="torch_dist", weight_decay=0.0, report=False,
