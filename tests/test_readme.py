@@ -22,8 +22,9 @@ RUN_ELSEWHERE = {
 
 
 def commands():
-    """The indented lines of the README, with continued lines joined and comments cut."""
-    text = re.sub(r"\\\n\s*", "", (ROOT / "README.md").read_text())
+    """The indented lines of the README outside its code blocks, with continued lines joined and comments cut."""
+    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    text = re.sub(r"\\\n\s*", "", text)
     return [line.split("  # ")[0].split("      #")[0].strip() for line in text.splitlines() if line.startswith("    ")]
 
 
@@ -41,6 +42,15 @@ def test_the_command_runs(command, tmp_path):
     tokens[0] = str(Path(sys.executable).parent / Path(tokens[0]).name)
     done = subprocess.run(tokens, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+def test_the_hugging_face_example_runs():
+    (example,) = [
+        block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "GPT2" in block
+    ]
+    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "limit 25 % of the plain activations: optimal" in done.stdout
 
 
 def test_links_lead_somewhere():

@@ -203,9 +203,18 @@ def _live_storages() -> dict[StorageWeakRef, int]:
             elif issubclass(kind, torch.Tensor) and candidate.device.type == "cpu":
                 _add_tensor(candidate, live)
                 # A gradient that nobody has looked at is not a Python object yet.
-                if candidate.is_leaf and candidate.grad is not None:
-                    _add_tensor(candidate.grad, live)
+                gradient = _gradient_of(candidate)
+                if gradient is not None:
+                    _add_tensor(gradient, live)
     return live
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:
+        # A view made under no_grad whose base was then written outside it: torch refuses to say. It has none.
+        return None
 
 
 def _add_tensor(tensor: torch.Tensor, live: dict[StorageWeakRef, int]) -> None:
