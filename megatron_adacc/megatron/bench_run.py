@@ -194,6 +194,8 @@ class Case:
                     row.note = str(error)
                     if process is not None:
                         process.end()
+                    if name == REFERENCES[0]:
+                        raise UserError(f"The model itself did not run: {row.note}.") from None
                     continue
                 if name in REFERENCES:
                     self._references[name] = process

@@ -54,7 +54,7 @@ class Worker:
 
         self._model.zero_grad(set_to_none=True)
         torch.manual_seed(0)
-        self._tracker.set_states(self._states)
+        self._tracker.set_states(dict(self._states))  # it changes the dictionary that it is given
 
     def _loss(self) -> Tensor:
         loss: Tensor = self._forward(self._model, self._args).float().mean()
