@@ -9,7 +9,10 @@ from megatron_adacc.megatron.bench_command import SUITES, flags_of
 from megatron_adacc.megatron.bench_run import Row
 from megatron_adacc.megatron.bench_table import summary
 
-SMALL = ["--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32", "--max-position-embeddings", "32"]
+SMALL = [
+    *("--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32", "--max-position-embeddings", "32"),
+    *("--hidden-dropout", "0.1"),
+]
 
 
 def test_strategies_side_by_side(tmp_path):
