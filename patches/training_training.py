@@ -1,4 +1,4 @@
-"""megatron/training/training.py: something may watch each training step."""
+"""megatron/training/training.py: something may watch each training step, or change a model before it is wrapped."""
 
 import functools
 from collections.abc import Callable
@@ -71,5 +71,33 @@ def patches(around_step: Callable[[Step], tuple]) -> list[Patch]:
             checked_with=("0.19.2",),
             make=make,
             why="activation memory and step time are measured per step, for every strategy alike",
+        )
+    ]
+
+
+def model_patches(prepare: Callable[[list], None]) -> list[Patch]:
+    """`prepare(chunks)` may change the model chunks that a model provider made, before precision wrapper, DDP and
+    optimizer see them; training_models_dist_utils.py is the same for models that are built from a configuration."""
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def get_model(model_provider_func: Callable, *args: Any, **kwargs: Any) -> list:
+            def provider(*provider_args: Any, **provider_kwargs: Any) -> Any:
+                chunk = model_provider_func(*provider_args, **provider_kwargs)
+                prepare([chunk])
+                return chunk
+
+            return original(provider, *args, **kwargs)
+
+        return get_model
+
+    return [
+        Patch(
+            module="megatron.training.training",
+            symbol="get_model",
+            parameters=("model_provider_func", "model_type", "wrap_with_ddp", "config", "pg_collection"),
+            checked_with=("0.19.2",),
+            make=make,
+            why="adapters join the model, and its base is frozen, before DDP and the optimizer are made",
         )
     ]

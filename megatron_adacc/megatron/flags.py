@@ -8,7 +8,7 @@ from megatron_adacc.adaptive.config import Config
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.devices import DEVICES
 from megatron_adacc.errors import UserError
-from megatron_adacc.megatron import strategies
+from megatron_adacc.megatron import lora, state_flags, strategies
 
 
 @dataclass
@@ -64,11 +64,30 @@ class AdaccFlags:
     )
     """Relative error in such a comparison above which a layer's lossy actions end. Default: 0.3."""
 
+    adacc_state_plan: str = field(default="full", metadata={"argparse_meta": {"metavar": "PLAN"}})
+    """How many bits Adam's moments have: full (Megatron as it is), 16, 8 or 4 for all of them, or auto (by block, from
+    its importance, within --adacc-state-limit). All but full change the training (docs/states.md)."""
+
+    adacc_state_limit: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "LIMIT"}})
+    """For --adacc-state-plan auto: parameters, gradients and optimizer state of a rank, as a share of what they take
+    without a state plan, such as 60%%, or in bytes."""
+
     adacc_device: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "choices": list(DEVICES)}})
     """Where to train: cpu or cuda. Default: cuda where a GPU answers, else cpu."""
 
     adacc_report: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "FILE"}})
     """Write losses, step times and activation memory of every iteration to FILE, as JSON."""
+
+    adacc_lora_rank: int | None = field(default=None, metadata={"argparse_meta": {"type": int, "metavar": "R"}})
+    """Train LoRA adapters of rank R beside a frozen base, which --pretrained-checkpoint names (docs/finetuning.md)."""
+
+    adacc_lora_alpha: float | None = field(
+        default=None, metadata={"argparse_meta": {"type": float, "metavar": "ALPHA"}}
+    )
+    """The adapters' part is scaled by ALPHA / R. Default: 2 R."""
+
+    adacc_lora_targets: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "NAMES"}})
+    """Linear layers that get an adapter. Default: linear_qkv,linear_proj,linear_fc1,linear_fc2."""
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -87,10 +106,10 @@ def complete(args: Namespace, given: list[str]) -> None:
     """
     if not hasattr(args, "adacc_plan"):
         # --yaml-cfg makes a namespace of its own, without any flag of the command line.
-        if any(token.startswith(("--adacc-plan", "--adacc-report")) for token in given):
+        if any(token.startswith(("--adacc-plan", "--adacc-report", "--adacc-lora-")) for token in given):
             raise UserError(
-                "--adacc-plan and --adacc-report do not reach a run that is configured by --yaml-cfg: give Megatron's "
-                "settings as flags instead."
+                "--adacc-plan, --adacc-report and --adacc-lora-rank do not reach a run that is configured by --yaml-cfg: "
+                "give Megatron's settings as flags instead."
             )
         for flag in fields(AdaccFlags):
             setattr(args, flag.name, flag.default)
@@ -98,6 +117,8 @@ def complete(args: Namespace, given: list[str]) -> None:
     strategies.get(args.adacc_plan).apply(args)
     _check_auto(args)
     _check_adaptation(args)
+    state_flags.check(args)
+    lora.complete(args)
 
 
 # Settings of adaptation that have a flag of their own.

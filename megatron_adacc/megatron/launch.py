@@ -159,7 +159,7 @@ def _prepare(arguments: list[str]) -> None:
 
 
 def _apply_patches(device: str, arguments: list[str]) -> None:
-    from megatron_adacc.megatron import checks, cpu_flags, flags, strategies
+    from megatron_adacc.megatron import checks, cpu_flags, flags, lora, strategies
     from megatron_adacc.patches import (
         core_datasets_utils,
         core_optimizer_distrib_optimizer,
@@ -185,6 +185,7 @@ def _apply_patches(device: str, arguments: list[str]) -> None:
         if device == "cpu":
             _say_cpu(list(switched_off))
         checks.check_arguments(args)
+        lora.install(args)
         if args.adacc_plan != "off" or args.adacc_report is not None:
             from megatron_adacc.megatron.observe import Observer
             from megatron_adacc.megatron.saved_state import SavedState
@@ -192,6 +193,11 @@ def _apply_patches(device: str, arguments: list[str]) -> None:
             saved = SavedState()
             patching.apply(training_training.patches(Observer(args, saved).around_step))
             patching.apply(training_checkpointing.patches(saved.entry, saved.loaded))
+        if args.adacc_state_plan != "full":
+            from megatron_adacc.megatron.state_plan import Exchange
+            from megatron_adacc.patches import core_optimizer
+
+            patching.apply(core_optimizer.patches(Exchange(args)))
         if strategies.get(args.adacc_plan).plan is not None:
             from megatron_adacc.megatron.layer import marked
 

@@ -38,6 +38,7 @@ _KNOWN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "optimizer": ("--optimizer", ("adam", "sgd")),
     "fp8": ("--fp8-format", (None,)),
     "fp4": ("--fp4-format", (None,)),
+    "adacc_lora_rank": ("--adacc-lora-rank", (None,)),
 }
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}

@@ -59,7 +59,10 @@ def _alias(kind: type[Tensor], working: Tensor) -> Tensor:
 
 def working_weight(parameter: Tensor) -> Tensor:
     """What an unpack hook is to return for a parameter, so that backward sees its attributes. A parameter
-    without attributes of its own needs no help and comes as a plain alias."""
+    without attributes of its own needs no help and comes as a plain alias; a frozen one is handed on as it is returned,
+    without a detach, so that a carrier would reach the backward function, and change what torch.compile makes of it."""
     if not parameter.__dict__:
         return parameter.detach()
+    if not parameter.requires_grad:
+        return _alias(WorkingWeight, parameter)
     return _alias(_Carrier, parameter)
