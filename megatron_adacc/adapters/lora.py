@@ -99,6 +99,7 @@ def adapt(module: nn.Module, kind: type[Adapted], a: Tensor, b: Tensor, scale: f
     """Make `module` one of `kind`, a subclass of its class, with these matrices in its weight's dtype and place."""
     assert issubclass(kind, type(module)), (kind, type(module))
     weight = module.weight
+    assert isinstance(weight, Tensor)
     module.__class__ = kind
     for name, matrix in zip(NAMES, (a, b), strict=True):
         # Not .to(): where nothing changes it gives the tensor itself.

@@ -108,8 +108,8 @@ def complete(args: Namespace, given: list[str]) -> None:
         # --yaml-cfg makes a namespace of its own, without any flag of the command line.
         if any(token.startswith(("--adacc-plan", "--adacc-report", "--adacc-lora-")) for token in given):
             raise UserError(
-                "--adacc-plan, --adacc-report and --adacc-lora-rank do not reach a run that is configured by --yaml-cfg: "
-                "give Megatron's settings as flags instead."
+                "--adacc-plan, --adacc-report and --adacc-lora-rank do not reach a run that is configured by "
+                "--yaml-cfg: give Megatron's settings as flags instead."
             )
         for flag in fields(AdaccFlags):
             setattr(args, flag.name, flag.default)

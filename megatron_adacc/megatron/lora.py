@@ -64,6 +64,10 @@ def check(args: Namespace) -> None:
     for name, (flag, reason) in _REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"{flag} cannot go with --adacc-lora-rank: {reason}. Leave one of them out.")
+    if getattr(args, "adacc_state_plan", "full") != "full":
+        raise UserError(
+            "--adacc-state-plan cannot go with --adacc-lora-rank, whose optimizer state is small: leave one of them out."
+        )
     if args.transformer_impl != "local":
         raise UserError(
             f"--adacc-lora-rank needs --transformer-impl local: the linear layers of {args.transformer_impl} cannot "

@@ -16,8 +16,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
-
 from megatron_adacc.adapters.lora import compare_state, is_adapter
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.console import say
@@ -47,7 +45,7 @@ class LoraCheckpoints:
 
     def __init__(self) -> None:
         # While a checkpoint is read: this rank's model chunks, and whether it is the base.
-        self._model: list[nn.Module] | None = None
+        self._model: list[Any] | None = None
         self._base = False
 
     def load(self, original: Callable, positional: tuple, named: dict[str, Any]) -> Any:
@@ -76,7 +74,7 @@ class LoraCheckpoints:
         return result
 
     @contextlib.contextmanager
-    def _reading(self, model: list[nn.Module], base: bool) -> Iterator[None]:
+    def _reading(self, model: list[Any], base: bool) -> Iterator[None]:
         self._model, self._base = model, base
         try:
             yield
@@ -118,7 +116,7 @@ class LoraCheckpoints:
             if key in state_dict:
                 state_dict[key] = self._whole(chunk, state_dict[key], load_dir)
 
-    def _whole(self, chunk: nn.Module, found: dict[str, Any], load_dir: str) -> dict[str, Any]:
+    def _whole(self, chunk: Any, found: dict[str, Any], load_dir: str) -> dict[str, Any]:
         """The chunk's own state with what was found in the place of its part."""
         own = chunk.state_dict_for_save_checkpoint()
         tensors = {name: value for name, value in found.items() if not name.endswith("_extra_state")}

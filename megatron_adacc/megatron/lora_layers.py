@@ -103,7 +103,7 @@ def _sharded(module: Any, axes: dict[str, int], prefix: str, offsets: tuple, met
     return found
 
 
-def inject(chunk: nn.Module, targets: Iterable[str], rank: int, alpha: float, seed: int) -> list[str]:
+def inject(chunk: Any, targets: Iterable[str], rank: int, alpha: float, seed: int) -> list[str]:
     """Give an adapter to every linear layer called one of `targets` inside the transformer layers of a model chunk, and
     freeze everything else. Before DDP and the optimizer are made.
 
@@ -142,7 +142,7 @@ def _number(chunk: nn.Module, name: str) -> str:
             return f"{layer.layer_number}.{inside}"
 
 
-def _refuse(name: str, module: nn.Module) -> None:
+def _refuse(name: str, module: Any) -> None:
     kind = type(module)
     if kind not in (ColumnParallelLinear, RowParallelLinear):
         raise UserError(
