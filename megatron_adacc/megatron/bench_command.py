@@ -93,7 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process, on a CPU")
     parser.add_argument("--at-once", type=int, default=6, metavar="N", help="processes that live at a time")
     parser.add_argument("--json", metavar="FILE", help="write all figures; - prints them instead of the tables")
-    parser.add_argument("--png", metavar="FILE", help="draw step time over peak memory of the part layers")
+    parser.add_argument("--png", metavar="FILE", help="draw step time over peak memory of the first case")
     parser.set_defaults(arguments=[])
 
 
@@ -122,7 +122,7 @@ def run(args: Namespace) -> int:
                     console.print(f"- {line}", highlight=False)
             if own.json and own.json != "-":  # what is measured is not lost when a later case fails
                 _write(own.json, content)
-            if own.png and title.startswith("gpt"):
+            if own.png and len(cases) == 1:
                 draw(case, title, _clock(own.suite), Path(own.png))
     if own.json == "-":
         sys.stdout.write(json.dumps(content, indent=1) + "\n")

@@ -74,18 +74,21 @@ def draw(rows: Mapping[str, Row], title: str, clock: int, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5))
     plain = rows["plain"]
     kinds = {
-        "auto": ("auto, lossless", "o", "tab:blue"), "paper": ("the paper's formulation", "s", "tab:green"),
+        "auto": ("auto, lossless", "o", "tab:blue"),
+        "paper": ("the paper's formulation, lossless", "s", "tab:green"),
         "compiled": ("torch.compile with a memory budget", "^", "tab:purple"),
-    }  # fmt: skip
+        "compress": ("lossy", "x", "tab:red"),
+        "quantize": ("lossy", "x", "tab:red"),
+    }
     drawn: set[str] = set()
     for row in rows.values():
         if not row.times:
             continue
-        label, marker, colour = kinds.get(row.name.split()[0], ("others", "D", "tab:orange"))
+        label, marker, colour = kinds.get(row.name.split()[0], ("others, lossless", "D", "tab:orange"))
         at = (row.peak / plain.peak, row.ratio("plain", clock)[0])
         axes.plot(*at, marker, color=colour, label=None if label in drawn else label)
         drawn.add(label)
-        if label in ("others", "torch.compile with a memory budget"):
+        if row.name.split()[0] not in ("auto", "paper"):
             axes.annotate(row.name, at, textcoords="offset points", xytext=(6, 4), fontsize=8)
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_xlabel("peak memory of the step / plain's")
