@@ -105,7 +105,7 @@ class Exchange:
         self._args = args
 
     def __call__(self, made: Any) -> None:
-        inner = getattr(made, "optimizer", None)
+        inner: Any = getattr(made, "optimizer", None)
         if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and type(inner).__name__ != "FusedAdam":
             return  # nothing to train on this rank
         groups = [dict(group) for group in inner.param_groups]
