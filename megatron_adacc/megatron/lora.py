@@ -66,7 +66,7 @@ def check(args: Namespace) -> None:
             raise UserError(f"{flag} cannot go with --adacc-lora-rank: {reason}. Leave one of them out.")
     if getattr(args, "adacc_state_plan", "full") != "full":
         raise UserError(
-            "--adacc-state-plan cannot go with --adacc-lora-rank, whose optimizer state is small: leave one of them out."
+            "--adacc-state-plan cannot go with --adacc-lora-rank, whose state is small: leave one of them out."
         )
     if args.transformer_impl != "local":
         raise UserError(

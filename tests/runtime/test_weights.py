@@ -39,6 +39,22 @@ class FusedLinear(torch.autograd.Function):
         return grad_input, grad_weight
 
 
+class Recorded(torch.autograd.Function):
+    """Adds a parameter, and shows what its backward finds of it."""
+
+    found: Tensor
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(bias)
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (Recorded.found,) = ctx.saved_tensors
+        return grad_output, None
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -159,3 +175,25 @@ def test_attributes_are_the_parameters_own() -> None:
     assert layer.weight.noted == "here"
     assert not hasattr(layer.weight, "flag")
     assert type(weight + 1) is Tensor
+
+
+def test_a_frozen_parameter_is_one_in_backward_too() -> None:
+    """torch.compile makes other code, with other rounding, of a function of a tensor that is none of its own kinds."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(8), requires_grad=False)
+            self.bias.allreduce = True  # type: ignore[attr-defined]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Recorded.apply(x, self.bias)
+
+    layer = Frozen()
+    with attach(layer, "recompute", min_bytes=0):
+        for _ in range(3):
+            layer(torch.ones(4, 8, requires_grad=True)).sum().backward()
+            assert type(Recorded.found) is WorkingWeight
+            assert isinstance(Recorded.found, nn.Parameter)
+            assert Recorded.found.data_ptr() == layer.bias.data_ptr()
+            assert Recorded.found.allreduce
