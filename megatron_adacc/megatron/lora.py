@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_adacc.cost.limits import Limit
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.console import say
 
@@ -67,6 +68,12 @@ def check(args: Namespace) -> None:
     if getattr(args, "adacc_state_plan", "full") != "full":
         raise UserError(
             "--adacc-state-plan cannot go with --adacc-lora-rank, whose state is small: leave one of them out."
+        )
+    limit = None if args.adacc_limit is None else Limit.parse(args.adacc_limit)
+    if args.adacc_plan == "auto" and (limit is None or limit.share is None):
+        raise UserError(
+            "--adacc-plan auto beside --adacc-lora-rank needs --adacc-limit as a share, such as 25%: the memory model "
+            "does not know frozen weights yet."
         )
     if args.transformer_impl != "local":
         raise UserError(
