@@ -34,7 +34,7 @@ def run_stubbed(tree: Path, script: str, *arguments: str, failure: str = "none")
 def test_test_sh_checks_style_and_types_and_ends_with_pytest(stubbed_tree):
     here = f"{stubbed_tree}: -m"
     checks = ["setup", f"{here} ruff check .", f"{here} ruff format --check .", f"{here} mypy"]
-    workers = f"{here} pytest --numprocesses logical --maxprocesses 4 --dist loadfile"
+    workers = f"{here} pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
     assert run_stubbed(stubbed_tree, "scripts/test.sh") == (0, [*checks, workers])
     assert run_stubbed(stubbed_tree, ".ci/run") == (0, [*checks, workers])
     code, lines = run_stubbed(stubbed_tree, "scripts/test.sh", "tests/test_cli.py", "-x")
