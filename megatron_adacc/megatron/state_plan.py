@@ -13,7 +13,7 @@ share has 32 bits: their blocks would be chosen, or their random bits drawn, eac
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -112,7 +112,9 @@ class Exchange:
         parameters = [parameter for group in groups for parameter in group["params"]]
         if not parameters:
             return
-        shared = {id(p) for p in parameters if self._is_shared(p)}
+        # A float32 main copy does not have all attributes of the model's own parameter.
+        own = dict(_copies(made))
+        shared = {id(p) for p in parameters if self._is_shared(own.get(p, p))}
         static = sum(self._other_bytes(p) + 8 * p.numel() for p in parameters)
         bits, limit_bytes = self._bits(parameters, shared, static)
         optimizer = StateAdamW(groups, bits, shared, limit_bytes, self._args.seed)
@@ -157,6 +159,13 @@ class Exchange:
             f"--adacc-state-limit {self._args.adacc_state_limit} is too little: with 4 bits everywhere the static "
             f"bytes are {written_bytes(least)}, {100 * least / static:.1f} % of those without a state plan."
         )
+
+
+def _copies(made: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Float32 main copies of Megatron's mixed-precision wrapper, each with the model's parameter."""
+    pairs = (getattr(made, name, ()) for name in ("fp32_from_float16_groups", "float16_groups"))
+    for copies, originals in zip(*pairs, strict=True):
+        yield from zip(copies, originals, strict=True)
 
 
 def _moment_bytes(parameter: Tensor, bits: int, shared: bool) -> int:

@@ -72,11 +72,14 @@ def test_a_checkpoint_goes_on_without_us_and_comes_back(train, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
-def test_what_two_ranks_share_stays_alike(train, tmp_path, parallel):
+@pytest.mark.parametrize(
+    ("parallel", "kind"),
+    [("tensor", {}), ("pipeline", {}), ("pipeline", {"fp16": True, "initial_loss_scale": 2**10})],
+)
+def test_what_two_ranks_share_stays_alike(train, tmp_path, parallel, kind):
     """Norm weights on tensor-parallel ranks; the embedding that first and last stage have in common."""
     layout = {f"{parallel}_model_parallel_size": 2, "ranks": 2, "save": tmp_path, "save_interval": 4}
-    run = train(iterations=4, adacc_state_plan="8", ckpt_format="torch", **MODEL, **layout)
+    run = train(iterations=4, adacc_state_plan="8", ckpt_format="torch", **MODEL, **layout, **kind)
     assert run.code == 0, run.text[-3000:]
     folder, names = tmp_path / "iter_0000004", {"tensor": "mp_rank_0{}", "pipeline": "mp_rank_00_00{}"}
     models = [
