@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -154,10 +153,6 @@ class Worker:
         stage = self._handle.stage
         assert stage is not None
         return answer(stage, limits)
-
-    def resident(self) -> dict[str, int]:
-        """Bytes of memory that the process had at most so far."""
-        return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def main() -> None:
