@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 from checkpoints import tensors
+from megatron_models import MODELS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_adacc.errors import UserError
@@ -17,18 +18,6 @@ IN_PLUS_OUT = (32 + 96) + (32 + 32) + (32 + 128) + (128 + 32)
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 EXACT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 COMMON = {"make_vocab_size_divisible_by": 64, "ckpt_format": "torch_dist"}
-MODELS = {
-    "gpt": {},
-    "llama": {
-        "swiglu": True,
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "group_query_attention": True,
-        "num_query_groups": 2,
-        "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
-    },
-}
 TENSOR = {"ranks": 2, "tensor_model_parallel_size": 2}
 LAYOUTS = {
     "tensor": TENSOR,

@@ -5,21 +5,9 @@ import json
 import pytest
 import torch
 from checkpoints import checkpoint
+from megatron_models import MODELS
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-
-MODELS = {
-    "gpt": {},
-    "llama": {
-        "swiglu": True,
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "group_query_attention": True,
-        "num_query_groups": 2,
-        "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
-    },
-}
 
 LAYOUTS = {
     "one rank": {},
