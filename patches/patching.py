@@ -72,13 +72,14 @@ def _resolve(patch: Patch) -> tuple[Any, str, Callable]:
     return owner, attribute, function
 
 
-def _importers(patch: Patch, function: Callable) -> list[Any]:
-    """Upstream modules that imported the function by value, under the same name."""
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name.split(".")[0] == "megatron" and vars(module).get(patch.symbol) is function
-    ]
+def _exchange(symbol: str, old: Callable, new: Callable) -> None:
+    """`new` instead of `old` in every module of upstream that holds it: where it is defined, and where it was
+    imported by value. That is looked up at the time of each exchange: a module that was imported in between has
+    the replacement, and has to give it back.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "megatron" and vars(module).get(symbol) is old:
+            setattr(module, symbol, new)
 
 
 def apply(patches: Iterable[Patch]) -> contextlib.ExitStack:
@@ -97,7 +98,6 @@ def apply(patches: Iterable[Patch]) -> contextlib.ExitStack:
                     staticmethod(replacement) if isinstance(original, staticmethod) else replacement,
                 )
                 continue
-            for module in _importers(patch, function):
-                stack.callback(setattr, module, attribute, function)
-                setattr(module, attribute, replacement)
+            stack.callback(_exchange, attribute, replacement, function)
+            _exchange(attribute, function, replacement)
         return stack.pop_all()

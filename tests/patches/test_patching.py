@@ -35,6 +35,16 @@ def test_a_function_is_replaced_wherever_it_was_imported_and_put_back(upstream):
     assert (module.add(1, 2), importer.add(1, 2)) == (3, 3)
 
 
+def test_a_module_imported_meanwhile_gives_the_replacement_back(upstream, monkeypatch):
+    module, _ = upstream
+    late = types.ModuleType("megatron.late")
+    with patching.apply([patch()]):
+        late.add = module.add
+        monkeypatch.setitem(sys.modules, "megatron.late", late)
+        assert late.add(1, 2) == 30
+    assert late.add(1, 2) == 3
+
+
 def test_new_stays_a_static_method(upstream):
     module, _ = upstream
     replaced = patch("Norm.__new__", ("cls", "size"), lambda original: lambda cls, size: original(cls, size) + 1)
