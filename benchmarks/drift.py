@@ -1,13 +1,15 @@
 """Does adaptation matter? The demo's GPT on real text, with channels that grow in the middle of the training.
 
-    python benchmarks/drift.py [--iterations 500] [--drift-at 250] [--out runs/drift] [--png docs/images/drift.png]
+    python benchmarks/drift.py [--iterations 500] [--drift-at 250] [--lr 1e-3 --warm-up 5]
+                               [--out runs/drift] [--png docs/images/drift.png]
 
     off                  Megatron without us
+    off, two threads     the same numbers added in another order: how far apart two equally good runs end
     auto                 lossy within the error budget, adapting
     auto, never checked  the same plan and channels to the end
     compress, compress, never checked, quantize: every buffer lossy, for the distance
 
-Each in a process of its own, one thread, the same seed and data; the validation loss is that of the last iteration.
+Each in a process of its own, one thread (but that one), the same seed and data; the validation loss is that of the last iteration.
 Writes drift.json beside the picture of the losses, smoothed over 20 steps, minus off's.
 """
 
@@ -29,8 +31,10 @@ NEVER = ["--adacc-min-interval", "1000000", "--adacc-max-interval", "1000000"]
 WARM_UP = ["--adacc-warmup-steps", "50"]
 AUTO = ["--adacc-plan", "auto", "--adacc-limit", "20%", "--adacc-error-budget", "0.05", *WARM_UP]
 COMPRESS = ["--adacc-plan", "compress", *WARM_UP]
+TWO_THREADS = "off, two threads"
 STRATEGIES = {
     "off": ["--adacc-plan", "off"],
+    TWO_THREADS: ["--adacc-plan", "off"],
     "auto": AUTO,
     "auto, never checked": [*AUTO, *NEVER],
     "compress": COMPRESS,
@@ -54,6 +58,7 @@ class Outcome:
 
 def command(name: str, options: argparse.Namespace, report: Path) -> list[str]:
     settings = yaml.safe_load((ROOT / "configs" / "gpt_demo.yaml").read_text())
+    settings |= {"lr": options.lr, "min-lr": options.lr / 10, "lr-warmup-iters": options.warm_up}
     data = options.data
     return [
         *(sys.executable, str(ROOT / "benchmarks" / "drift_job.py")),
@@ -69,7 +74,11 @@ def command(name: str, options: argparse.Namespace, report: Path) -> list[str]:
 def run(name: str, options: argparse.Namespace, progress: Progress) -> Outcome:
     slug = name.replace(", ", "-").replace(" ", "-")
     report, log = options.out / f"{slug}.json", options.out / f"{slug}.log"
-    environment = {**os.environ, "DRIFT_AT": str(options.drift_at), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "DRIFT_AT": str(options.drift_at),
+        "OMP_NUM_THREADS": "2" if name == TWO_THREADS else "1",
+    }
     task = progress.add_task(name, total=options.iterations)
     found = None
     process = subprocess.Popen(
@@ -140,6 +149,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--drift-at", type=int, default=250)
     parser.add_argument("--eval-iters", type=int, default=50)
+    parser.add_argument("--lr", type=float, default=1e-3, help="falls to a tenth")
+    parser.add_argument("--warm-up", type=int, default=5, help="of the learning rate, steps")
     parser.add_argument(
         "--data", type=Path, default=ROOT / "runs" / "demo" / "data", help="as scripts/demo.sh makes it"
     )
