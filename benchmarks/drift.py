@@ -9,8 +9,8 @@
     auto, never checked  the same plan and channels to the end
     compress, compress, never checked, quantize: every buffer lossy, for the distance
 
-Each in a process of its own, one thread (but that one), the same seed and data; the validation loss is that of the last iteration.
-Writes drift.json beside the picture of the losses, smoothed over 20 steps, minus off's.
+Each in a process of its own, one thread (but that one), the same seed and data; the validation loss is that of the last
+iteration. Writes drift.json beside the picture of the losses, smoothed over 20 steps, minus off's.
 """
 
 import argparse
