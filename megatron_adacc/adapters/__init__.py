@@ -1,5 +1,6 @@
 """Adapters: a frozen model learns through small trainable matrices beside its linear layers."""
 
+from megatron_adacc.adapters.bases import quantize_base, quantized_modules
 from megatron_adacc.adapters.lora import (
     Adapted,
     LoraLinear,
@@ -14,5 +15,5 @@ from megatron_adacc.adapters.lora import (
 
 __all__ = [
     "Adapted", "LoraLinear", "adapted_modules", "adapter_state", "freeze_base", "inject", "load_adapter_state", "merge",
-    "unmerge",
+    "quantize_base", "quantized_modules", "unmerge",
 ]  # fmt: skip

@@ -46,6 +46,10 @@ class Adapted(nn.Module):
         no subtraction gives its bits back."""
         if self.lora_unmerged is not None:
             raise UserError("The adapter is merged already: unmerge() comes first.")
+        if not isinstance(self.weight, Tensor):
+            raise UserError(
+                "The weight beside the adapter has fewer bits, which cannot hold a sum: merge into the base."
+            )
         with torch.no_grad():
             self.lora_unmerged = self.weight.detach().clone()
             # In place: the weight may lie in a buffer with others (Megatron's DDP).
@@ -98,8 +102,7 @@ def initial_a(rank: int, inputs: int, seed: int, name: str) -> Tensor:
 def adapt(module: nn.Module, kind: type[Adapted], a: Tensor, b: Tensor, scale: float) -> None:
     """Make `module` one of `kind`, a subclass of its class, with these matrices in its weight's dtype and place."""
     assert issubclass(kind, type(module)), (kind, type(module))
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight: Any = module.weight  # a tensor, or a FrozenWeight
     module.__class__ = kind
     for name, matrix in zip(NAMES, (a, b), strict=True):
         # Not .to(): where nothing changes it gives the tensor itself.
@@ -167,7 +170,7 @@ def inject(
     for name, module in found.items():
         if isinstance(module, Adapted):
             raise UserError(f"{name} has an adapter already.")
-        if type(module) is not nn.Linear:
+        if type(module) is not nn.Linear and not hasattr(type(module), "with_adapter"):
             raise UserError(f"{name} is a {type(module).__name__}, but an adapter goes beside an nn.Linear.")
         if module.weight.is_meta:
             raise UserError(f"{name} has no contents yet (meta device): load the model before it gets adapters.")
@@ -175,7 +178,8 @@ def inject(
     for name, module in found.items():
         assert isinstance(module, nn.Linear)
         a = initial_a(rank, module.in_features, seed, name)
-        adapt(module, LoraLinear, a, torch.zeros(module.out_features, rank), alpha / rank)
+        kind = getattr(type(module), "with_adapter", LoraLinear)
+        adapt(module, kind, a, torch.zeros(module.out_features, rank), alpha / rank)
         module.lora_dropout = dropout  # type: ignore[assignment]
     freeze_base(model)
     return list(found)
@@ -228,7 +232,9 @@ def compare_state(own: Mapping[str, Any], state: Mapping[str, Any], what: str) -
 
 def merge(model: nn.Module) -> None:
     """Merge every adapter of `model` into its weight (Adapted.merge)."""
-    for module in _all_adapted(model):
+    found = _all_adapted(model)
+    # The layers whose merging is refused come first, so that it is all or none.
+    for module in sorted(found, key=lambda module: isinstance(module.weight, Tensor)):
         module.merge()
 
 
