@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "megatron_adacc.megatron.compare_command",
         "train with each strategy from the same seeds, and compare the losses",
     ),
+    "adapters": (
+        "megatron_adacc.megatron.adapters_command",
+        "export LoRA adapters for PEFT, or merge them into their base",
+    ),
     "evaluate": ("megatron_adacc.megatron.evaluate_command", "accuracy of a checkpoint on a cloze task"),
     "report": ("megatron_adacc.megatron.report_command", "draw a run's report as one HTML page"),
     "reproduce": (

@@ -1,6 +1,7 @@
 """`adacc evaluate`: accuracy and perplexity of a Megatron checkpoint on a cloze task, with or without a GPU.
 
     adacc evaluate --task lambada.jsonl --checkpoint DIR [--config FILE] <the flags that the model was trained with>
+    adacc evaluate --task lambada.jsonl --checkpoint ADAPTERS --base BASE ...
 
 The task is a local file (megatron/evaluate_task.py says what is in it); nothing is downloaded.
 """
@@ -34,7 +35,7 @@ _PROGRESS = re.compile(r"adacc: evaluated (\d+) of (\d+) micro-batches")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Our own options; all others are Megatron's flags."""
     parser.usage = (
-        "adacc evaluate --task FILE.jsonl --checkpoint DIR [--config FILE] [--json FILE|-]\n"
+        "adacc evaluate --task FILE.jsonl --checkpoint DIR [--base DIR] [--config FILE] [--json FILE|-]\n"
         "                      [--nproc-per-node N] [Megatron's flags]"
     )
     parser.description = (
@@ -44,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--task", metavar="FILE", help="the task as JSONL, a local file")
     parser.add_argument("--checkpoint", metavar="DIR", help="as Megatron's --save wrote it")
+    parser.add_argument("--base", metavar="DIR", help="the base of the LoRA adapters that --checkpoint holds")
     parser.add_argument("--config", metavar="FILE", help="a YAML of Megatron's flags by name, such as configs/*.yaml")
     parser.add_argument("--json", metavar="FILE", help="write the result, with each example's score, as JSON; - prints")
     parser.add_argument("--nproc-per-node", default="1", metavar="N", help="processes (default: 1)")
@@ -61,14 +63,17 @@ def run(args: Namespace) -> int:
                 f"--{name} is missing: adacc evaluate --task FILE.jsonl --checkpoint DIR <Megatron's flags>."
             )
     check_folders(own.json)
-    if not Path(own.checkpoint).is_dir():
-        raise UserError(f"--checkpoint {own.checkpoint} is no folder: name the one that Megatron's --save wrote.")
+    for name in ("checkpoint", "base"):
+        folder = getattr(own, name)
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(f"--{name} {folder} is no folder: name the one that Megatron's --save wrote.")
     evaluate_task.read(own.task)  # a mistake in it is told before Megatron is started
     flags = job_flags([*(flags_of_file(own.config) if own.config else []), *rest], own.checkpoint)
     ranks = whole("--nproc-per-node", own.nproc_per_node)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        code, tail = _job(["--task", own.task, "--result", str(result), *flags], ranks)
+        base = [] if own.base is None else ["--base", own.base]
+        code, tail = _job(["--task", own.task, "--result", str(result), *base, *flags], ranks)
         if code != 0:
             sentences = [line for line in tail if line.startswith(f"{PROGRAM}: ")]
             sys.stderr.write("".join(sentences[:1] or tail))
@@ -90,9 +95,9 @@ def job_flags(flags: list[str], checkpoint: str) -> list[str]:
 
     Raises UserError for flags that name another checkpoint or task of ours."""
     given = {token.split("=")[0] for token in flags if token.startswith("--")}
-    for flag in ("--load", "--pretrained-checkpoint"):
+    for flag, ours in (("--load", "--checkpoint"), ("--pretrained-checkpoint", "--base")):
         if flag in given:
-            raise UserError(f"{flag} is what --checkpoint says: leave it out.")
+            raise UserError(f"{flag} is what {ours} says: leave it out.")
     defaults = {"--micro-batch-size": "4", "--train-iters": "1", "--lr": "1e-3", "--eval-iters": "0"}
     added = [token for name, value in defaults.items() if name not in given for token in (name, value)]
     fixed = ["--skip-train", "--no-load-optim", "--no-load-rng", "--exit-on-missing-checkpoint", "--load", checkpoint]

@@ -1,6 +1,6 @@
 """One rank of `adacc evaluate`: load a Megatron checkpoint, score the sequences of a task, write the result.
 
-    python -m megatron_adacc.megatron.evaluate_job --task FILE --result FILE <Megatron's flags with --load DIR>
+    python -m megatron_adacc.megatron.evaluate_job --task FILE --result FILE [--base DIR] <Megatron's flags with --load>
 
 Tensor-, pipeline- and data-parallel ranks work as in training; logits are gathered over the tensor-parallel ones.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_adacc.megatron import launch
+from megatron_adacc.megatron.read_job import value_of
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +28,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task", required=True)
     parser.add_argument("--result", required=True)
+    parser.add_argument("--base")
     own, flags = parser.parse_known_args()
     sys.argv = [PROGRAM, *flags]
     # Before Megatron is imported: it imports names of torch.cuda by value.
     launch.prepare(PROGRAM)
     with launch.user_errors(PROGRAM):
+        if own.base is not None:
+            sys.argv += _adapters_flags(own.base, value_of(flags, "--load"))
         evaluate(own)
+
+
+def _adapters_flags(base: str, checkpoint: str) -> list[str]:
+    """The flags of a job with the adapters in `checkpoint` beside `base`. Raises UserError where it holds none."""
+    from megatron_adacc.errors import UserError
+    from megatron_adacc.megatron import checkpoint_files
+
+    args = checkpoint_files.find(checkpoint).args
+    if getattr(args, "adacc_lora_rank", None) is None:
+        raise UserError(f"--base is for adapters, but {checkpoint} holds a whole model: leave --base out.")
+    flags = ["--pretrained-checkpoint", base]
+    for name in ("lora_rank", "lora_alpha", "lora_targets", "base"):
+        value = getattr(args, f"adacc_{name}", None)
+        if value is not None:
+            flags += [f"--adacc-{name.replace('_', '-')}", str(value)]
+    return flags
 
 
 def evaluate(own: Namespace) -> None:

@@ -36,7 +36,7 @@ def refuse_adapters(load_dir: str, args: Namespace, state_dict: dict[str, Any], 
     if _rank_in(state_dict) is not None:
         raise UserError(
             f"{load_dir} holds LoRA adapters without their base: give --pretrained-checkpoint with the base, and "
-            "--adacc-lora-rank and its other flags as when they were trained."
+            "--adacc-lora-rank and its other flags as when they were trained; adacc evaluate needs --base alone."
         )
 
 
