@@ -2,10 +2,11 @@
 
     adacc memory --params 1.5e9 --optimizer adam --precision fp16
     adacc memory --config configs/gpt_345m.yaml --micro-batch-size 8 --world 8
+    adacc memory --params 65e9 --base nf4-double --lora-rank 64
 
 The first counts parameters of no particular model. The second reads a model by Megatron's flags and shows every
-pipeline stage, with what lies outside its layers. What the layers hold is for `adacc trace` to say. No GPU is needed
-and nothing is built.
+pipeline stage, with what lies outside its layers. The third is a fine-tuning (memory_finetuning.py). What the layers
+hold is for `adacc trace` to say. No GPU is needed and nothing is built.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from megatron_adacc.cost.in_flight import heaviest
 from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.static_memory import OPTIMIZERS, PRECISIONS, StaticBytes, Training, of_elements
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron import memory_finetuning
 from megatron_adacc.megatron.trace_flags import flags_of_file, parse_known
 
 PROGRAM = "adacc memory"
@@ -44,7 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "adacc memory --params N [--optimizer adam|sgd] [--precision fp32|fp16|bf16] [--world N] [--zero 0|1|2|3]\n"
         f"                    [{_FP32_GRADIENTS}]\n"
-        "       adacc memory [--config FILE] [--micro-batch N] [--world N] [--device cuda|cpu] [Megatron's flags]"
+        "       adacc memory [--config FILE] [--micro-batch N] [--world N] [--device cuda|cpu] [Megatron's flags]\n"
+        "       adacc memory ... --lora-rank R [--base 16bit|nf4|nf4-double|int8|gptq4] [--lora-targets NAMES]"
     )
     parser.description = "Say what parameters, gradients and optimizer state need on each rank."
     parser.add_argument("--params", metavar="N", help="number of parameters, such as 1.5e9")
@@ -62,6 +65,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="with a model: where it is trained (default: cuda)"
     )
+    parser.add_argument("--lora-rank", metavar="R", help="train adapters of this rank beside a frozen base")
+    parser.add_argument("--base", metavar="FORMAT", help="with --lora-rank: the base's format (default: 16bit)")
+    parser.add_argument(
+        "--lora-targets", metavar="NAMES", help="with --lora-rank and a model: layers with an adapter (default: all)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - prints them instead of the table")
     parser.set_defaults(arguments=[])
 
@@ -73,6 +81,7 @@ def run(args: Namespace) -> int:
     own, rest = parse_known(parser, args.arguments)
     if own.params is None and own.config is None and not rest:
         raise UserError("Give a model: --params N, or --config FILE and Megatron's flags (see adacc memory --help).")
+    memory_finetuning.check(own, _whole("--lora-rank", own.lora_rank, 0))
     content = _of_parameters(own, rest) if own.params is not None else _of_job(own, rest)
     text = json.dumps(content, indent=1) + "\n"
     if own.json and own.json != "-":
@@ -82,6 +91,8 @@ def run(args: Namespace) -> int:
             raise UserError(f"{own.json} cannot be written: {error.strerror}.") from None
     if own.json == "-":
         sys.stdout.write(text)
+    elif own.lora_rank is not None:
+        memory_finetuning.show(content)
     else:
         _show(content)
     return 0
@@ -110,12 +121,15 @@ def _of_parameters(own: Namespace, rest: list[str]) -> dict[str, Any]:
     if world == 0:
         raise UserError("--world is 0, but a job has at least one rank.")
     training = Training(
-        precision=own.precision or "fp32",
+        precision=own.precision or ("fp32" if own.lora_rank is None else "bf16"),
         optimizer=own.optimizer or "adam",
         gradient_bytes=4 if wide else None,
         zero=_whole("--zero", own.zero, 0),
         data_parallel=world,
     )
+    if own.lora_rank is not None:
+        rank = _whole("--lora-rank", own.lora_rank, 0)
+        return {"format": FORMAT, **memory_finetuning.of_parameters(elements, own, rank, training)}
     return {"format": FORMAT, "parameters": elements, "stages": [_stage(0, elements, of_elements(elements, training))]}
 
 
@@ -150,6 +164,9 @@ def _of_job(own: Namespace, rest: list[str]) -> dict[str, Any]:
     cuda = own.device == "cuda"
     args = args_of_flags(PROGRAM, flags, world, cuda)
     job = job_of_args(args, cuda)
+    if own.lora_rank is not None:
+        rank = _whole("--lora-rank", own.lora_rank, 0)
+        return {"format": FORMAT, **memory_finetuning.of_job(job, own, rank, count(job.model))}
     stages = [
         {**_stage(stage, job.parameters(stage), job.static_bytes(stage)), **_outside(job, stage)}
         for stage in range(len(job.stages))

@@ -248,3 +248,48 @@ def test_flags_of_a_config():
     flags = flags_of_file(str(CONFIGS / "llama_7b.yaml"))
     assert flags[flags.index("--ffn-hidden-size") + 1] == "11008"
     assert "--swiglu" in flags
+
+
+def test_a_fine_tuning_of_65_billion_parameters_fits_48_gb(capsys):
+    arguments = ["memory", "--params", "65e9", "--base", "nf4-double", "--lora-rank", "64"]
+    assert cli.main([*arguments, "--json", "-"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    (rank,) = content["stages"]
+    # arXiv 2305.14314: 4.127 bits a parameter; more than 780 GB for 16-bit fine-tuning, less than 48 GB for QLoRA.
+    assert 8 * rank["base_bytes"] / 65e9 == pytest.approx(4.127, abs=5e-4)
+    assert rank["base_bytes"] == pytest.approx(33.53e9, rel=1e-3)
+    assert rank["full_training_bytes"] == 18 * 65_000_000_000
+    # r 16 h a layer of 12 h^2, h = (102.4 / 12 * 65e9)^(1/3) = 8216: 4 r / 3 h of the parameters
+    assert rank["trained_parameters"] == pytest.approx(4 * 64 / (3 * 8216) * 65e9, rel=1e-3)
+    assert sum(rank["adapter_bytes"].values()) == 18 * rank["trained_parameters"]
+    assert rank["total_bytes"] == rank["base_bytes"] + 18 * rank["trained_parameters"] < 48e9
+    assert content["devices"]["a100-80gb"]["left_bytes"] > 0 > content["devices"]["a100-40gb"]["left_bytes"]
+    assert cli.main(arguments) == 0
+    lines = {
+        line.strip().partition("  ")[0]: line.split()[-1]
+        for line in capsys.readouterr().out.splitlines()
+        if line.strip()
+    }
+    assert (lines["in all"], lines["bits a parameter"]) == (f"{rank['total_bytes']:,}", "4.127")
+
+
+def test_a_fine_tuning_of_a_model_counts_its_matrices(adacc, tmp_path):
+    flags = [*SMALL, "--make-vocab-size-divisible-by", "64", "--transformer-impl", "local"]
+    linears = 12 * 32 * 32
+    outer = (128 + 16) * 32 + 2 * 32 + 4 * (4 * 32 + 96 + 32 + 128 + 32)  # embeddings, norms, biases
+    path = tmp_path / "memory.json"
+    found = {}
+    for base in ("16bit", "nf4"):
+        given = ["--lora-rank", "4", "--base", base, "--lora-targets", "linear_qkv,linear_fc2"]
+        code, text = adacc("memory", *flags, *given, "--json", str(path))
+        assert code == 0, text
+        (found[base],) = json.loads(path.read_text())["stages"]
+    assert found["16bit"]["parameters"] == 4 * linears + outer
+    assert found["16bit"]["base_bytes"] == 4 * found["16bit"]["parameters"]
+    assert found["nf4"]["base_bytes"] == 4 * outer + 4 * linears * 4.5 / 8
+    assert found["nf4"]["trained_parameters"] == 4 * 4 * ((32 + 96) + (128 + 32))
+    assert sum(found["nf4"]["adapter_bytes"].values()) == 16 * found["nf4"]["trained_parameters"]
+    assert found["nf4"]["layer_input_bytes"] == 4 * 4 * 16 * 32
+    code, text = adacc("memory", *flags, "--lora-rank", "4", "--lora-targets", "wrong")
+    assert code == 2
+    assert "asked for 'wrong', but the layers have" in text
