@@ -15,7 +15,6 @@ iteration. Writes drift.json beside the picture of the losses, smoothed over 20 
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_adacc.child import Child
 
 ROOT = Path(__file__).resolve().parent.parent
 NEVER = ["--adacc-min-interval", "1000000", "--adacc-max-interval", "1000000"]
@@ -74,25 +75,16 @@ def command(name: str, options: argparse.Namespace, report: Path) -> list[str]:
 def run(name: str, options: argparse.Namespace, progress: Progress) -> Outcome:
     slug = name.replace(", ", "-").replace(" ", "-")
     report, log = options.out / f"{slug}.json", options.out / f"{slug}.log"
-    environment = {
-        **os.environ,
-        "DRIFT_AT": str(options.drift_at),
-        "OMP_NUM_THREADS": "2" if name == TWO_THREADS else "1",
-    }
+    environment = {"DRIFT_AT": str(options.drift_at), "OMP_NUM_THREADS": "2" if name == TWO_THREADS else "1"}
     task = progress.add_task(name, total=options.iterations)
     found = None
-    process = subprocess.Popen(
-        command(name, options, report), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
-    assert process.stdout is not None
-    with log.open("w") as copy:
-        for line in process.stdout:
-            copy.write(line)
+    with Child(command(name, options, report), environment, log) as job:
+        for line in job.lines():
             if match := ITERATION.search(line):
                 progress.update(task, completed=int(match[1]))
             if match := VALIDATION.search(line):
                 found = float(match[1])
-    if process.wait() or found is None:
+    if job.code or found is None:
         raise SystemExit(f"{name} did not end well: see {log}")
     content = json.loads(report.read_text())
     return Outcome(name, [row["lm_loss"] for row in content["iterations"]], found, content["decisions"])

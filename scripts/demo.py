@@ -1,15 +1,12 @@
 """Train a small GPT on real text with each strategy, from the same seed, and compare. Called by demo.sh."""
 
 import argparse
-import collections
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -18,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_adacc.atomic import write_text
+from megatron_adacc.child import Child
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = ("off", "full", "auto", "selective", "recompute")
@@ -46,47 +44,28 @@ def command(plan: str, limit: str | None, iterations: int, data: Path, report: P
     ]
 
 
-def lines(process: subprocess.Popen[str], log: Path) -> Iterator[str]:
-    """The lines of a running job, each copied to its log file."""
-    assert process.stdout is not None
-    with log.open("w") as copy:
-        for line in process.stdout:
-            copy.write(line)
-            yield line
-
-
 def train(plan: str, limit: str | None, iterations: int, data: Path, out: Path, console: Console) -> dict:
     """Run one plan to the end; returns the report's summary. Exits with the job's code if it fails."""
     report, log = out / f"{plan}.json", out / f"{plan}.log"
     report.unlink(missing_ok=True)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-    process = subprocess.Popen(
-        command(plan, limit, iterations, data, report),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
     columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    tail: collections.deque[str] = collections.deque(maxlen=20)
     try:
-        with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
+        with (
+            Child(command(plan, limit, iterations, data, report), environment, log) as job,
+            Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress,
+        ):
             task = progress.add_task(plan, total=iterations, loss="starting")
-            for line in lines(process, log):
-                tail.append(line)
+            for line in job.lines():
                 if found := ITERATION.search(line):
                     progress.update(task, completed=int(found[1]), loss=f"lm loss {float(found[2]):.3f}")
-        code = process.wait()
     except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
         console.print("demo: interrupted")
         sys.exit(130)
-    if code != 0:
-        console.print("".join(tail), markup=False, highlight=False)
-        console.print(f"demo: the run with --adacc-plan {plan} failed with exit code {code}; its log is {log}.")
-        sys.exit(code)
+    if job.code != 0:
+        console.print("".join(list(job.tail)[-20:]), markup=False, highlight=False)
+        console.print(f"demo: the run with --adacc-plan {plan} failed with exit code {job.code}; its log is {log}.")
+        sys.exit(job.code if job.code > 0 else 1)
     return json.loads(report.read_text())["summary"]
 
 

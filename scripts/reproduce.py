@@ -1,11 +1,7 @@
 """Run one model of Adacc's evaluation (arXiv 2508.00806) under each method. Called by reproduce_*.sh."""
 
 import argparse
-import collections
-import os
 import shlex
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_adacc.child import Child
 from megatron_adacc.cost.devices import device, device_names
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import reproduce_records as records
@@ -202,27 +199,14 @@ def run(order: Order, method: Method, micro_batch: int, console: Console, search
     report.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     log = path.with_name(path.name.replace(".run.json", ".log"))
-    tail: collections.deque[str] = collections.deque(maxlen=400)
-    with log.open("w") as copy, console.status(f"{words} ..."):
-        process = subprocess.Popen(
-            tokens, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env={**os.environ, **ENVIRONMENT, "HF_HUB_OFFLINE": "1"}, start_new_session=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                copy.write(line)
-                tail.append(line)
-            code = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            raise
-    outcome = records.outcome_of(code, log.read_text())
+    with console.status(f"{words} ..."), Child(tokens, {**ENVIRONMENT, "HF_HUB_OFFLINE": "1"}, log) as job:
+        for _ in job.lines():
+            pass
+    outcome = records.outcome_of(job.code, log.read_text())
     if outcome is None:
-        console.print("".join(list(tail)[-20:]), markup=False, highlight=False)
-        console.print(f"{words}: failed with exit code {code}; its log is {log}.", markup=False, soft_wrap=True)
-        sys.exit(code if code > 0 else 1)
+        console.print("".join(list(job.tail)[-20:]), markup=False, highlight=False)
+        console.print(f"{words}: failed with exit code {job.code}; its log is {log}.", markup=False, soft_wrap=True)
+        sys.exit(job.code if job.code > 0 else 1)
     records.save(path, order.experiment, method, micro_batch, search, order.extra, outcome, tokens, report)
     console.print(f"{words}: {outcome}", markup=False, soft_wrap=True)
     return outcome == records.FINISHED

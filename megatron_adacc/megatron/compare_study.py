@@ -10,17 +10,15 @@ import json
 import math
 import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_adacc.atomic import write_text
+from megatron_adacc.child import Child
 from megatron_adacc.errors import UserError
 
 FORMAT = 1
@@ -167,44 +165,22 @@ def execute(settings: Settings, run: Run, tell: Callable[[int, float], None]) ->
     Raises UserError where it fails, naming its log."""
     report, log = settings.output / f"{run.name}.report.json", settings.output / f"{run.name}.log"
     report.unlink(missing_ok=True)
-    environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), **os.environ, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        command(settings, run, report),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+    environment = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
     validation: float | None = None
-    tail: deque[str] = deque(maxlen=12)
-    try:
-        for line in _copied(process, log):
-            tail.append(line)
+    with Child(command(settings, run, report), environment, log) as job:
+        for line in job.lines():
             if match := _ITERATION.search(line):
                 tell(int(match[1]), float(match[2]))
             if match := _VALIDATION.search(line):
                 validation = float(match[1])
-        code = process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise
-    if code != 0 or validation is None or not report.exists():
-        why = f"ended with exit code {code}" if code else "did not come to its validation"
-        raise UserError(f"The run {run.name} {why}; its log is {log}, and ends with\n{''.join(tail)}")
+    if job.code != 0 or validation is None or not report.exists():
+        why = f"ended with exit code {job.code}" if job.code else "did not come to its validation"
+        raise UserError(f"The run {run.name} {why}; its log is {log}, and ends with\n{''.join(list(job.tail)[-12:])}")
     outcome = outcome_of(run, json.loads(report.read_text()), validation)
     content = {"made_with": identity(settings, run), "outcome": finite(asdict(outcome))}
     write_text(settings.output / f"{run.name}.run.json", json.dumps(content, indent=1) + "\n")
     return outcome
-
-
-def _copied(process: subprocess.Popen[str], log: Path) -> Iterator[str]:
-    assert process.stdout is not None
-    with log.open("w") as copy:
-        for line in process.stdout:
-            copy.write(line)
-            yield line
 
 
 def outcome_of(run: Run, report: Mapping[str, Any], validation: float) -> Outcome:

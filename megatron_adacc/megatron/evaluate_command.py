@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections import deque
 from pathlib import Path
 from typing import Any
 
+from megatron_adacc.child import Child
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import evaluate_task
 from megatron_adacc.megatron.outputs import check_folders, write
@@ -112,26 +109,17 @@ def _job(arguments: list[str], ranks: int) -> tuple[int, list[str]]:
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    process = subprocess.Popen(
-        [*command, "-m", "megatron_adacc.megatron.evaluate_job", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    tail: deque[str] = deque(maxlen=40)
+    command += ["-m", "megatron_adacc.megatron.evaluate_job", *arguments]
     console = Console(stderr=True)
-    try:
-        assert process.stdout is not None
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("evaluating", total=None)
-            for line in process.stdout:
-                tail.append(line)
-                if match := _PROGRESS.search(line):
-                    progress.update(task, completed=int(match[1]), total=int(match[2]))
-        return process.wait(), list(tail)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise
+    with (
+        Child(command, {"HF_HUB_OFFLINE": "1"}) as job,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("evaluating", total=None)
+        for line in job.lines():
+            if match := _PROGRESS.search(line):
+                progress.update(task, completed=int(match[1]), total=int(match[2]))
+    return job.code, list(job.tail)[-40:]
 
 
 def _show(content: dict[str, Any]) -> None:

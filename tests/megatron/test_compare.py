@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -121,25 +122,26 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capsys
 
 
 def forked(zygote, output):
-    """In place of the module subprocess: the job runs in a process that has imported Megatron already."""
+    """In place of Child: the job runs in a process that has imported Megatron already."""
 
     class Forked:
-        def __init__(self, command, **_):
-            script, *arguments = command[1:]
+        def __init__(self, command, environment, log):
+            script, *arguments = map(str, command[1:])
             if script == "-m":
                 script, *arguments = compare_job.__file__, *arguments[1:]
-            self._code = zygote.run(script, arguments, 1, {}, output)
-            self.stdout = output.read_text().splitlines(keepends=True)
+            self.code = zygote.run(script, arguments, 1, {}, output)
+            self.tail = output.read_text().splitlines(keepends=True)
+            log.write_text(output.read_text())
             output.unlink()
 
-        def wait(self):
-            return self._code
+        def lines(self):
+            return iter(self.tail)
 
-    return SimpleNamespace(Popen=Forked, PIPE=None, STDOUT=None)
+    return lambda *arguments: nullcontext(Forked(*arguments))
 
 
 def test_two_strategies_and_what_is_done_is_not_run_again(tmp_path, monkeypatch, capfd, zygote):
-    monkeypatch.setattr(compare_study, "subprocess", forked(zygote, tmp_path / "output.txt"))
+    monkeypatch.setattr(compare_study, "Child", forked(zygote, tmp_path / "output.txt"))
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
         "".join(json.dumps({"text": f"Text {n}: " + "so it goes on. " * (n + 9)}) + "\n" for n in range(60))
