@@ -174,7 +174,7 @@ def test_two_strategies_and_what_is_done_is_not_run_again(tmp_path, monkeypatch,
     assert "planted" in (tmp_path / "study" / "quantize-outliers-seed1.log").read_text()
     assert (tmp_path / "study" / "curves.png").read_bytes()[1:4] == b"PNG"
 
-    monkeypatch.setattr(compare_study, "subprocess", None)  # nothing may be started
+    monkeypatch.setattr(compare_study, "Child", None)  # nothing may be started
     (tmp_path / "study" / "study.json").unlink()
     assert main([*given, "--iterations", "3"]) == 0
     assert json.loads((tmp_path / "study" / "study.json").read_text()) == content
