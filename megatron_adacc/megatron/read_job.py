@@ -172,7 +172,7 @@ def schedule_of_args(args: Namespace) -> Schedule:
     """The pipeline schedule of Megatron's validated arguments, for any kind of model."""
     chunks = args.virtual_pipeline_model_parallel_size or 1
     group = args.microbatch_group_size_per_vp_stage
-    return Schedule(args.pipeline_model_parallel_size, _micro_batches(args), chunks, group)
+    return Schedule(args.pipeline_model_parallel_size, micro_batches(args), chunks, group)
 
 
 def _model(args: Namespace) -> GptModel:
@@ -230,15 +230,34 @@ def _stages(args: Namespace, pipeline: int, chunks: int) -> tuple[tuple[Chunk, .
     return tuple(stages)
 
 
-def _micro_batches(args: Namespace) -> int:
-    """Micro-batches of a step on each pipeline: the global batch over what all pipelines take at once."""
+def micro_batches(args: Namespace) -> int:
+    """Micro-batches of a step on each pipeline: the global batch over what all pipelines take at once. Where the batch
+    grows during the training, those of its largest: a plan must do for all steps."""
+    largest, flag = args.global_batch_size, "--global-batch-size"
+    if getattr(args, "step_batch_size_schedule", None):
+        largest, flag = _largest_batch(args), "--step-batch-size-schedule with a batch of"
     at_once = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size % at_once:
+    if largest % at_once:
         raise UserError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of {at_once}: --micro-batch-size "
+            f"{flag} {largest} is not a multiple of {at_once}: --micro-batch-size "
             f"{args.micro_batch_size} times {args.data_parallel_size} data-parallel ranks."
         )
-    return args.global_batch_size // at_once
+    return int(largest // at_once)
+
+
+def _largest_batch(args: Namespace) -> int:
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    # Rank 0 would log.
+    try:
+        calculator = StepBatchsizeNumMicroBatchesCalculator(
+            args.micro_batch_size, args.data_parallel_size, False, 1, args.step_batch_size_schedule, args.seq_length
+        )
+    except (ValueError, AssertionError) as error:
+        raise UserError(
+            f"--step-batch-size-schedule {args.step_batch_size_schedule!r} cannot be read: {error}"
+        ) from None
+    return max(size for _, size in calculator.schedule)
 
 
 def _training(args: Namespace) -> Training:

@@ -49,7 +49,10 @@ PEAKS = {
     "tensor": {"ranks": 2, "tensor_model_parallel_size": 2, "adacc_limit": "35%"},
     "sequence": {"ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     "sequence, half": {"ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True, "adacc_limit": "50%"},
-    "pipeline": {"ranks": 2, "pipeline_model_parallel_size": 2, "global_batch_size": 16, "adacc_limit": "40%"},
+    "pipeline, a batch that grows": {
+        "ranks": 2, "pipeline_model_parallel_size": 2, "adacc_limit": "40%", "global_batch_size": None,
+        "step_batch_size_schedule": "0:4 1024:16",
+    },
     "llama, bf16": {
         "bf16": True, "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope",
         "disable_bias_linear": True, "untie_embeddings_and_output_weights": True, "adacc_limit": "50%",
