@@ -101,3 +101,28 @@ def model_patches(prepare: Callable[[list], None]) -> list[Patch]:
             why="adapters join the model, and its base is frozen, before DDP and the optimizer are made",
         )
     ]
+
+
+def set_up_patches(ready: Callable[[list], None]) -> list[Patch]:
+    """`ready(model)` gets this rank's model chunks when they, their wrappers and the optimizer are made and what is to
+    be loaded is loaded."""
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> tuple:
+            found: tuple = original(*args, **kwargs)
+            ready(found[0])
+            return found
+
+        return setup_model_and_optimizer
+
+    return [
+        Patch(
+            module="megatron.training.training",
+            symbol="setup_model_and_optimizer",
+            parameters=("model_type", "model_provider_func", "checkpointing_context", "cfg_container", "pg_collection"),
+            checked_with=("0.19.2",),
+            make=make,
+            why="a frozen base gets fewer bits after it was loaded",
+        )
+    ]

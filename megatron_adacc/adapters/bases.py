@@ -6,7 +6,8 @@ parameter `weight`; the parameter is gone. Adapters go beside such a layer as be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -66,7 +67,8 @@ def quantize_base(
 
     Args:
         format: nf4, nf4-double, int8 or gptq4.
-        run: for int8 and gptq4, a function that runs the model on text of the user's own, in evaluation mode.
+        run: for int8 and gptq4, a function that runs the model on text of the user's own. The model is in evaluation
+            mode then, and adapters that it has already are left out.
         layers: for gptq4, the model's stack of layers, in order, which hold all these linear layers: they are
             quantized one after the other, each on inputs that the quantized ones before it give.
 
@@ -111,6 +113,19 @@ def quantize(
         return {name: _replace(module, make, kinds) for name, module in linears.items()}
     if run is None:
         raise UserError(f"{format} is calibrated on text: give a function that runs the model on some as `run`.")
+    with _adapters_left_out(linears):
+        return _calibrated(linears, format, run, stacks, kinds, shared)
+
+
+def _calibrated(
+    linears: Mapping[str, nn.Module],
+    format: str,
+    run: Callable[[], None],
+    stacks: Sequence[Sequence[nn.Module]],
+    kinds: Mapping[type[nn.Module], type[nn.Module]],
+    shared: Shared,
+) -> dict[str, frozen.FrozenWeight]:
+    make = frozen.FORMATS[format]
     if format == "int8":
         most = calibration.outlier_features(linears, run, shared.combine)
         counts = shared.agree(calibration.outlier_counts(most))
@@ -135,11 +150,12 @@ def _by_gptq(
     missing = names.keys() - {id(linears[name]) for stack in inside for layer in stack for name in layer}
     if missing:
         raise UserError(f"{names[missing.pop()]} is in none of the layers that are to be quantized one by one.")
-    # All inputs first: a run needs the whole model, and the same one on all ranks.
-    calls = _calls(stacks, run)
+    # All inputs first: a run needs the whole model, and all ranks make it together.
+    calls = [_inputs_of(stack, run) for stack in stacks]
     found: dict[str, frozen.FrozenWeight] = {}
     for stack, own, one in zip(stacks, inside, calls, strict=True):
         for layer, inner in zip(stack, own, strict=True):
+            assert one is not None
             here = {name: linears[name] for name in inner}
             seen = calibration.hessians(here, partial(one.run, layer), shared.combine) if here else {}
             for name in inner:
@@ -148,9 +164,25 @@ def _by_gptq(
     return found
 
 
-def _calls(stacks: Sequence[Sequence[nn.Module]], run: Callable[[], None]) -> list[calibration.LayerCalls]:
-    """Of each stack that has layers. One run for each, which all ranks make alike."""
-    return [calibration.LayerCalls(stack[0], run) for stack in stacks]
+def _inputs_of(stack: Sequence[nn.Module], run: Callable[[], None]) -> calibration.LayerCalls | None:
+    if stack:
+        return calibration.LayerCalls(stack[0], run)
+    run()
+    return None
+
+
+@contextlib.contextmanager
+def _adapters_left_out(linears: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, adapters add zero: a base is calibrated as it is, whatever has been trained beside it."""
+    adapted = [module for module in linears.values() if isinstance(module, Adapted)]
+    scales = [module.lora_scale for module in adapted]
+    for module in adapted:
+        module.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for module, scale in zip(adapted, scales, strict=True):
+            module.lora_scale = scale
 
 
 def _refuse(name: str, module: nn.Module) -> None:

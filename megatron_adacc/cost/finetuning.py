@@ -16,14 +16,20 @@ An adapter of rank r has r (in + out) parameters. They, not the base, have gradi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from megatron_adacc.cost.gpt_parameters import GptModel, Tensor
-from megatron_adacc.cost.job import Job
+from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, Tensor
 from megatron_adacc.cost.static_memory import StaticBytes, Training, of_chunk, of_elements
 from megatron_adacc.errors import UserError
 
+if TYPE_CHECKING:
+    from megatron_adacc.cost.job import Job
+
 FORMATS = ("16bit", "nf4", "nf4-double", "int8", "gptq4")
+
+# Elements that adapters/frozen.py decodes at a time.
+DECODED_ELEMENTS = 2**20
 
 # Where only the number of parameters is known, the model has layers of 12 h^2 parameters (attention 4, MLP 8), and h is
 # this many times their number: 8192 / 80 of LLaMA-65B (arXiv 2302.13971, table 2).
@@ -63,6 +69,38 @@ class FineTuning:
     def total(self) -> int:
         """All that is counted."""
         return self.base + self.adapters.total + (self.inputs or 0) + (self.outside or 0)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What is trained beside a frozen base: adapters of a rank, by the last names of the layers that get one."""
+
+    rank: int
+    targets: tuple[str, ...]
+    format: str = "16bit"
+
+    def matrices(self, layer: Iterable[Linear], layers: int) -> tuple[Tensor, ...]:
+        """A and B of so many layers like this one."""
+        beside = [each for each in layer if each.name.rpartition(".")[2] in self.targets]
+        return tuple(
+            replace(tensor, name=f"decoder.layers.{index}.{tensor.name}")
+            for index in range(layers)
+            for each in beside
+            for tensor in each.adapter(self.rank)
+        )
+
+    def base_bytes(self, layer: Iterable[Linear], chunk: Chunk, elements: int, element_bytes: int) -> int:
+        """Of a chunk's frozen parameters, `elements` in all."""
+        weights = list(layer)
+        others = elements - chunk.layers * sum(each.outputs * each.inputs for each in weights)
+        held = sum(weight_bytes(self.format, each.outputs, each.inputs, element_bytes) for each in weights)
+        return others * element_bytes + chunk.layers * held
+
+    def decoding_bytes(self, layer: Iterable[Linear]) -> int:
+        """What decoding a weight needs beside its result, at most: eight bytes an element of a piece."""
+        if self.format == "16bit":
+            return 0
+        return 8 * min(DECODED_ELEMENTS, max(each.outputs * each.inputs for each in layer))
 
 
 def weight_bytes(format: str, outputs: int, inputs: int, element_bytes: int) -> int:
@@ -132,13 +170,10 @@ def of_job(job: Job, stage: int, format: str, rank: int, targets: Iterable[str])
     element = job.training.parameter_bytes
     base = trained = 0
     adapters = StaticBytes()
+    beside = Adapters(rank, tuple(wanted), format)
     for chunk, own in zip(job.stages[stage], job.tensors(stage), strict=True):
-        others = sum(tensor.elements for tensor in own)
-        others -= chunk.layers * sum(linear.outputs * linear.inputs for linear in layer)
-        base += others * element
-        base += chunk.layers * sum(weight_bytes(format, each.outputs, each.inputs, element) for each in layer)
-        beside = [each for each in layer if each.name.rpartition(".")[2] in wanted]
-        matrices = [tensor for _ in range(chunk.layers) for each in beside for tensor in each.adapter(rank)]
+        base += beside.base_bytes(layer, chunk, sum(tensor.elements for tensor in own), element)
+        matrices = beside.matrices(layer, chunk.layers)
         trained += sum(tensor.elements for tensor in matrices)
         adapters += of_chunk(matrices, job.training)
     room = job.room(stage)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_adacc.cost.finetuning import Adapters, Linear, linears
 from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, Tensor, tensors
 from megatron_adacc.cost.in_flight import Schedule, held_bytes
 from megatron_adacc.cost.outer_activations import OuterBytes, OuterShape
@@ -51,7 +52,8 @@ class StageRoom:
 @dataclass(frozen=True)
 class Job:
     """``stages[p][c]``: chunk c of pipeline stage p. ``buckets``: of the first chunk of the first stage; all others
-    have one bucket. ``outer``: the shape of what flows outside the layers.
+    have one bucket. ``outer``: the shape of what flows outside the layers. ``adapters``: what alone is trained, beside
+    a frozen model; None where the model is. The columns that an int8 base keeps for outlier features are not counted.
 
     Raises UserError where the stages do not hold the model's layers."""
 
@@ -62,6 +64,7 @@ class Job:
     outer: OuterShape
     tensor_parallel: int = 1
     buckets: Buckets = ONE_BUCKET
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         layers = sum(chunk.layers for stage in self.stages for chunk in stage)
@@ -76,14 +79,34 @@ class Job:
         """Parameters on one rank of `stage`."""
         return sum(tensor.elements for chunk in self.tensors(stage) for tensor in chunk)
 
+    @property
+    def _linears(self) -> tuple[Linear, ...]:
+        return linears(self.model, self.tensor_parallel)
+
+    def trained(self, stage: int) -> tuple[tuple[Tensor, ...], ...]:
+        """The parameters of each chunk of `stage` that are trained."""
+        if self.adapters is None:
+            return self.tensors(stage)
+        return tuple(self.adapters.matrices(self._linears, chunk.layers) for chunk in self.stages[stage])
+
+    def frozen_bytes(self, stage: int) -> int:
+        """Bytes of the parameters of a rank on `stage` that are not trained."""
+        if self.adapters is None:
+            return 0
+        element_bytes = self.training.parameter_bytes
+        return sum(
+            self.adapters.base_bytes(self._linears, chunk, sum(tensor.elements for tensor in own), element_bytes)
+            for chunk, own in zip(self.stages[stage], self.tensors(stage), strict=True)
+        )
+
     def _buckets(self, stage: int, chunk: int) -> Buckets:
         return self.buckets if stage == chunk == 0 else Buckets(None, self.buckets.for_bandwidth)
 
     def static_bytes(self, stage: int, rank: int | None = None) -> StaticBytes:
         """Parameters, gradients and optimizer state of a rank on `stage`; `rank` among its data-parallel ranks, None
         for the one that holds most."""
-        total = StaticBytes()
-        for index, chunk in enumerate(self.tensors(stage)):
+        total = StaticBytes(parameters=self.frozen_bytes(stage))
+        for index, chunk in enumerate(self.trained(stage)):
             total += of_chunk(chunk, self.training, rank, self._buckets(stage, index))
         return total
 
@@ -97,7 +120,8 @@ class Job:
         outer = self.outer_bytes(stage)
         # Step counters lie on the host.
         base = static.total + (0 if self.outer.cuda else static.counters)
-        base += max(gathered_bytes(chunk, self.training) for chunk in self.tensors(stage))
+        base += max(gathered_bytes(chunk, self.training) for chunk in self.trained(stage))
+        base += 0 if self.adapters is None else self.adapters.decoding_bytes(self._linears)
         base += self.outer.scratch_bytes + self.outer.batch_bytes + SMALL_BYTES
         if self.tensor_parallel > 1 and not self.outer.cuda and not self.outer.sequence_parallel:
             base += self.outer.boundary_bytes  # what gloo copies while it reduces
@@ -105,5 +129,5 @@ class Job:
         held = held_bytes(self.schedule, stage, [each.held for each in outer])
         fixed = base + held - head + tied + max(each.stage_gradients for each in outer)
         transient = head + max(outer[-1].forward_end, outer[-1].backward_start) - tied
-        step = step_bytes(self.tensors(stage), self.training, self.outer.cuda, rank, self._buckets(stage, 0))
+        step = step_bytes(self.trained(stage), self.training, self.outer.cuda, rank, self._buckets(stage, 0))
         return StageRoom(static, fixed, transient, outer[0].backward_end - tied, base + step)

@@ -50,7 +50,8 @@ class OuterShape:
     ``positions``: whether they are learned; ``rms_norm``: RMSNorm in place of LayerNorm. ``gradient_bytes``: an
     element of the gradient buffer. ``scores_heads``: the attention heads of all ranks where the attention is unfused
     (Megatron's local layers), else 0. ``rotary_channels``: of a head, those that are rotated, else 0.
-    ``attention_mask``: whether the layers get one, of b s s bytes. ``cuda``: where the model runs.
+    ``attention_mask``: whether the layers get one, of b s s bytes. ``cuda``: where the model runs. ``frozen``: whether
+    embedding and output layer are, so that they have no gradients; what they hold is counted as if they were not.
 
     Raises UserError for sizes below 1 and for what tensor-parallel ranks cannot share."""
 
@@ -70,6 +71,7 @@ class OuterShape:
     rotary_channels: int = 0
     attention_mask: bool = True
     cuda: bool = True
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sequence", "micro_batch", "hidden_size", "vocab_size", "tensor_parallel"):
@@ -114,12 +116,14 @@ class OuterShape:
     @property
     def weight_gradient_bytes(self) -> int:
         """A word embedding's gradient before it is added to the gradient buffer."""
-        return self.element_bytes * self.embedding_elements
+        return 0 if self.frozen else self.element_bytes * self.embedding_elements
 
     @property
     def cast_bytes(self) -> int:
         """The copy that the CPU makes to add such a gradient to a buffer of wider elements."""
-        return 0 if self.cuda or self.gradient_bytes == self.element_bytes else _FP32 * self.embedding_elements
+        if self.cuda or self.frozen or self.gradient_bytes == self.element_bytes:
+            return 0
+        return _FP32 * self.embedding_elements
 
     @property
     def mask_bytes(self) -> int:

@@ -31,7 +31,7 @@ def setting_of(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     alive = heaviest(schedule, stage, [chunk_of.count(c) for c in range(schedule.chunks)])
     try:
-        job = job_of_args(args)
+        job = job_of_args(args, adapters=True)
         rank = parallel_state.get_data_parallel_rank(with_context_parallel=True) % job.training.data_parallel
         found = room_of(job, stage, rank)
     except UserError as error:

@@ -8,7 +8,7 @@ from megatron_adacc.adaptive.config import Config
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.devices import DEVICES
 from megatron_adacc.errors import UserError
-from megatron_adacc.megatron import lora, state_flags, strategies
+from megatron_adacc.megatron import base_format, lora, state_flags, strategies
 
 
 @dataclass
@@ -89,6 +89,16 @@ class AdaccFlags:
     adacc_lora_targets: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "NAMES"}})
     """Linear layers that get an adapter. Default: linear_qkv,linear_proj,linear_fc1,linear_fc2."""
 
+    adacc_base: str = field(
+        default=base_format.PLAIN, metadata={"argparse_meta": {"type": str, "choices": list(base_format.FORMATS)}}
+    )
+    """Bits of the frozen base beside --adacc-lora-rank: as it is loaded (16bit), NF4 (4.5 bits a parameter, nf4-double
+    4.13), LLM.int8() (8) or GPTQ (4.3); the weight is decoded where it is used (docs/finetuning.md)."""
+
+    adacc_base_text: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "FILE"}})
+    """For --adacc-base int8 and gptq4: text to calibrate with, as UTF-8 or as JSON lines with "text". 128 sequences of
+    it are used."""
+
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
     """Add the group to one of Megatron's parsers."""
@@ -106,7 +116,9 @@ def complete(args: Namespace, given: list[str]) -> None:
     """
     if not hasattr(args, "adacc_plan"):
         # --yaml-cfg makes a namespace of its own, without any flag of the command line.
-        if any(token.startswith(("--adacc-plan", "--adacc-report", "--adacc-lora-")) for token in given):
+        if any(
+            token.startswith(("--adacc-plan", "--adacc-report", "--adacc-lora-", "--adacc-base")) for token in given
+        ):
             raise UserError(
                 "--adacc-plan, --adacc-report and --adacc-lora-rank do not reach a run that is configured by "
                 "--yaml-cfg: give Megatron's settings as flags instead."
@@ -119,6 +131,7 @@ def complete(args: Namespace, given: list[str]) -> None:
     _check_adaptation(args)
     state_flags.check(args)
     lora.complete(args)
+    base_format.complete(args)
 
 
 # Settings of adaptation that have a flag of their own.

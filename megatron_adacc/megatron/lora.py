@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from megatron_adacc.cost.limits import Limit
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.console import say
 
@@ -69,12 +68,6 @@ def check(args: Namespace) -> None:
         raise UserError(
             "--adacc-state-plan cannot go with --adacc-lora-rank, whose state is small: leave one of them out."
         )
-    limit = None if args.adacc_limit is None else Limit.parse(args.adacc_limit)
-    if args.adacc_plan == "auto" and (limit is None or limit.share is None):
-        raise UserError(
-            "--adacc-plan auto beside --adacc-lora-rank needs --adacc-limit as a share, such as 25%: the memory model "
-            "does not know frozen weights yet."
-        )
     if args.transformer_impl != "local":
         raise UserError(
             f"--adacc-lora-rank needs --transformer-impl local: the linear layers of {args.transformer_impl} cannot "
@@ -115,6 +108,7 @@ def inject(args: Namespace, chunks: Sequence[nn.Module]) -> None:
 
 def install(args: Namespace) -> None:
     """Patch what a job needs that trains adapters, or may meet a checkpoint of them. UserError as check()."""
+    from megatron_adacc.megatron import base_format
     from megatron_adacc.megatron.lora_checkpoint import LoraCheckpoints, refuse_adapters
     from megatron_adacc.patches import patching, training_checkpointing, training_models_dist_utils, training_training
 
@@ -123,16 +117,30 @@ def install(args: Namespace) -> None:
             patching.apply(training_checkpointing.read_patches(refuse_adapters))
         return
     check(args)
+    base_format.check(args)
 
     def prepare(chunks: list) -> None:
         inject(args, chunks)
 
+    def load(original: Callable, positional: tuple, named: dict[str, Any]) -> Any:
+        found = checkpoints.load(original, positional, named)
+        base.apply(positional[0])
+        return found
+
+    def read(load_dir: str, args: Namespace, state_dict: dict[str, Any], look: bool) -> None:
+        checkpoints.read(load_dir, args, state_dict, look)
+        trained = state_dict.get("args")
+        if trained is not None and getattr(trained, "adacc_lora_rank", None) is not None:
+            base_format.refuse_other(load_dir, args, trained)
+
     checkpoints = LoraCheckpoints()
+    base = base_format.BaseFormat(args)
     patching.apply(
         [
             *training_models_dist_utils.patches(prepare),
             *training_training.model_patches(prepare),
-            *training_checkpointing.load_patches(checkpoints.load, checkpoints.generated),
-            *training_checkpointing.read_patches(checkpoints.read),
+            *training_checkpointing.load_patches(load, checkpoints.generated),
+            *training_checkpointing.read_patches(read),
+            *training_training.set_up_patches(base.apply),
         ]
     )

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from megatron_adacc.cost.finetuning import Adapters
 from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, padded_vocab_size
 from megatron_adacc.cost.in_flight import Schedule
 from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.outer_activations import OuterShape
 from megatron_adacc.cost.static_memory import Buckets, Training
 from megatron_adacc.errors import UserError
-from megatron_adacc.megatron import launch
+from megatron_adacc.megatron import launch, lora
 from megatron_adacc.megatron.flags import add_flags
 
 # What a job needs to be understood, and has no default in Megatron: small ones, where the flags do not say.
@@ -149,11 +150,14 @@ def _validated_for_absent_device() -> Namespace:
     return args
 
 
-def job_of_args(args: Namespace, cuda: bool | None = None) -> Job:
-    """The job of Megatron's validated arguments, `args.world_size` ranks in all; `cuda` as above.
+def job_of_args(args: Namespace, cuda: bool | None = None, adapters: bool = False) -> Job:
+    """The job of Megatron's validated arguments, `args.world_size` ranks in all; `cuda` as above. ``adapters``: whether
+    a job that trains adapters may be one; what is planned without its layers does not know them.
 
     Raises UserError for kinds of model and optimizer that are not counted."""
     for name, (flag, known) in _KNOWN.items():
+        if adapters and name == "adacc_lora_rank":
+            continue
         if getattr(args, name, known[0]) not in known:
             raise UserError(f"{flag} {getattr(args, name)} is not in the memory model: leave it out.")
     schedule = schedule_of_args(args)
@@ -164,8 +168,22 @@ def job_of_args(args: Namespace, cuda: bool | None = None) -> Job:
         training=_training(args),
         outer=_outer(args, _on_cuda() if cuda is None else cuda),
         tensor_parallel=args.tensor_model_parallel_size,
+        adapters=_adapters(args),
     )
     return replace(job, buckets=_buckets(args, job))
+
+
+def _adapters(args: Namespace) -> Adapters | None:
+    """Raises UserError for targets beside which the memory model has no adapters."""
+    if getattr(args, "adacc_lora_rank", None) is None:
+        return None
+    wanted = lora.targets_of(args)
+    for name in wanted:
+        if name not in lora.TARGETS:
+            raise UserError(
+                f"The memory model does not know an adapter beside {name!r}, only beside {', '.join(lora.TARGETS)}."
+            )
+    return Adapters(args.adacc_lora_rank, tuple(wanted), args.adacc_base)
 
 
 def schedule_of_args(args: Namespace) -> Schedule:
@@ -317,6 +335,7 @@ def _outer(args: Namespace, cuda: bool) -> OuterShape:
         scores_heads=args.num_attention_heads if unfused else 0,
         attention_mask=args.create_attention_mask_in_dataloader,
         cuda=cuda,
+        frozen=getattr(args, "adacc_lora_rank", None) is not None,
     )
 
 

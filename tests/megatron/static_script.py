@@ -1,9 +1,10 @@
 """pretrain_gpt.py that says at its end which storages its rank holds, and for what. For the tests of the memory model.
 
 Writes $STATIC_BYTES.<rank>, JSON: bytes of parameters, gradients, master copies, moments and step counters, each
-storage counted once, and [name, elements, shared] of every parameter of every chunk.
+storage counted once, and of module buffers, and [name, elements, shared] of every parameter of every chunk.
 """
 
+import functools
 import json
 import os
 import runpy
@@ -22,6 +23,7 @@ kept = {}
 original = training.setup_model_and_optimizer
 
 
+@functools.wraps(original)
 def setup(*args, **kwargs):
     result = original(*args, **kwargs)
     kept["chunks"], kept["optimizer"] = result[:2]
@@ -59,6 +61,13 @@ def main():
     ]
     content = {
         "parameters": new_bytes(parameters),
+        "buffers": new_bytes(
+            buffer
+            for chunk in kept["chunks"]
+            for module in chunk.modules()  # DDP has another meaning for buffers()
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ),
         "gradients": new_bytes(
             tensor
             for parameter in parameters

@@ -181,8 +181,6 @@ class TestSentences:
             ({"adacc_lora_rank": 0}, "rank of an adapter is 0"),
             ({"adacc_lora_targets": "linear_qkv,"}, "names of layers with commas"),
             ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
-            ({"adacc_plan": "auto"}, "--adacc-limit as a share"),
-            ({"adacc_plan": "auto", "adacc_limit": "8GiB"}, "--adacc-limit as a share"),
             ({"adacc_state_plan": "8"}, "--adacc-state-plan cannot go with"),
             ({"num_experts": 4}, "--num-experts cannot go with"),
             ({"use_megatron_fsdp": True}, "--use-megatron-fsdp cannot go with"),
