@@ -10,7 +10,8 @@
     compress, compress, never checked, quantize: every buffer lossy, for the distance
 
 Each in a process of its own, one thread (but that one), the same seed and data; the validation loss is that of the last
-iteration. Writes drift.json beside the picture of the losses, smoothed over 20 steps, minus off's.
+iteration. What was run before with the same flags is not run again. Writes drift.json beside the picture of the losses,
+smoothed over 20 steps, minus off's.
 """
 
 import argparse
@@ -74,20 +75,26 @@ def command(name: str, options: argparse.Namespace, report: Path) -> list[str]:
 
 def run(name: str, options: argparse.Namespace, progress: Progress) -> Outcome:
     slug = name.replace(", ", "-").replace(" ", "-")
+    kept = options.out / f"{slug}.outcome.json"
+    made_with = [str(options.drift_at), *command(name, options, Path("report"))]
+    if kept.exists() and (found := json.loads(kept.read_text()))["made_with"] == made_with:
+        return Outcome(**found["outcome"])
     report, log = options.out / f"{slug}.json", options.out / f"{slug}.log"
     environment = {"DRIFT_AT": str(options.drift_at), "OMP_NUM_THREADS": "2" if name == TWO_THREADS else "1"}
     task = progress.add_task(name, total=options.iterations)
-    found = None
+    validation = None
     with Child(command(name, options, report), environment, log) as job:
         for line in job.lines():
             if match := ITERATION.search(line):
                 progress.update(task, completed=int(match[1]))
             if match := VALIDATION.search(line):
-                found = float(match[1])
-    if job.code or found is None:
+                validation = float(match[1])
+    if job.code or validation is None:
         raise SystemExit(f"{name} did not end well: see {log}")
     content = json.loads(report.read_text())
-    return Outcome(name, [row["lm_loss"] for row in content["iterations"]], found, content["decisions"])
+    outcome = Outcome(name, [row["lm_loss"] for row in content["iterations"]], validation, content["decisions"])
+    kept.write_text(json.dumps({"made_with": made_with, "outcome": asdict(outcome)}))
+    return outcome
 
 
 def table(outcomes: list[Outcome]) -> str:
