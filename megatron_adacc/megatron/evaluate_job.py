@@ -35,23 +35,25 @@ def main() -> None:
     launch.prepare(PROGRAM)
     with launch.user_errors(PROGRAM):
         if own.base is not None:
-            sys.argv += _adapters_flags(own.base, value_of(flags, "--load"))
+            sys.argv += _adapters_flags(own.base, flags)
         evaluate(own)
 
 
-def _adapters_flags(base: str, checkpoint: str) -> list[str]:
-    """The flags of a job with the adapters in `checkpoint` beside `base`. Raises UserError where it holds none."""
+def _adapters_flags(base: str, given: Sequence[str]) -> list[str]:
+    """What is to be added to the flags of a job that has the adapters in --load beside `base`. Raises UserError where
+    it holds none."""
     from megatron_adacc.errors import UserError
     from megatron_adacc.megatron import checkpoint_files
 
+    checkpoint = value_of(given, "--load")
     args = checkpoint_files.find(checkpoint).args
     if getattr(args, "adacc_lora_rank", None) is None:
         raise UserError(f"--base is for adapters, but {checkpoint} holds a whole model: leave --base out.")
     flags = ["--pretrained-checkpoint", base]
-    for name in ("lora_rank", "lora_alpha", "lora_targets", "base"):
-        value = getattr(args, f"adacc_{name}", None)
-        if value is not None:
-            flags += [f"--adacc-{name.replace('_', '-')}", str(value)]
+    for name in ("lora_rank", "lora_alpha", "lora_targets", "base", "base_text"):
+        flag, value = f"--adacc-{name.replace('_', '-')}", getattr(args, f"adacc_{name}", None)
+        if value is not None and not value_of(given, flag):
+            flags += [flag, str(value)]
     return flags
 
 
