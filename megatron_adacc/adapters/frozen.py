@@ -46,8 +46,8 @@ class FrozenWeight(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its parts."""
-        return sum(part.nbytes for part in self.parts())
+        """Bytes of the memory that its parts take."""
+        return sum(part.untyped_storage().nbytes() for part in self.parts())
 
     def parts(self) -> tuple[Tensor, ...]:
         """Its tensors, in the order of decode()'s arguments."""
@@ -63,7 +63,9 @@ class FrozenWeight(nn.Module):
 
     def _take(self, **parts: Tensor) -> None:
         for name, part in parts.items():
-            self.register_buffer(name, part.detach())
+            # A part of larger memory would keep all of that.
+            whole = part.untyped_storage().nbytes() == part.nbytes
+            self.register_buffer(name, part.detach() if whole else part.detach().clone())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenWeight:
         """Move with the model; a cast (half(), bfloat16()) is one of what comes out, not of scales and codes."""
