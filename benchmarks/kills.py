@@ -39,12 +39,13 @@ PLANS = {
 }
 
 
-def train(plan: str, folder: Path, iterations: int, **faults: int) -> int:
-    """The exit code of a job that goes on from its last checkpoint, if there is one."""
+def train(plan: str, folder: Path, iterations: int, **faults: int) -> tuple[int, str]:
+    """The exit code of a job that goes on from its last checkpoint, if there is one, and the end of what it said."""
     command = [sys.executable, str(SCRIPT), *FLAGS, "--train-iters", str(iterations), *PLANS[plan]]
     command += ["--save", str(folder), "--load", str(folder)]
     environment = {**os.environ, **{name: str(value) for name, value in faults.items()}}
-    return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return ended.returncode, ended.stdout[-3000:]
 
 
 def done(folder: Path) -> int:
@@ -57,17 +58,19 @@ def run(plan: str, kills: int, seed: int, console: Console) -> str:
     iterations = 2 * kills + 4
     with tempfile.TemporaryDirectory() as scratch:
         whole, killed = Path(scratch, "whole"), Path(scratch, "killed")
-        if train(plan, whole, iterations):
-            raise SystemExit(f"the run without faults failed under {plan}")
+        code, said = train(plan, whole, iterations)
+        if code:
+            raise SystemExit(f"{said}\nthe run without faults failed under {plan}")
         points = []
         for _ in track(range(kills), description=f"{plan}: kills", console=console):
             step, pack = draw.randint(1, 3), draw.randint(0, PACKS - 1)
-            code = train(plan, killed, iterations, KILL_AT=step, KILL_PACK=pack)
+            code, said = train(plan, killed, iterations, KILL_AT=step, KILL_PACK=pack)
             points.append(done(killed) + 1)
             if code != -9:
-                raise SystemExit(f"a run that was to be killed ended with {code} under {plan}")
-        if train(plan, killed, iterations):
-            raise SystemExit(f"the run that was killed {kills} times did not end well under {plan}")
+                raise SystemExit(f"{said}\na run that was to be killed ended with {code} under {plan}")
+        code, said = train(plan, killed, iterations)
+        if code:
+            raise SystemExit(f"{said}\nthe run that was killed {kills} times did not end well under {plan}")
         expected, found = checkpoint(whole, iterations), checkpoint(killed, iterations)
         different = [path for path, tensor in expected.items() if not torch.equal(tensor, found[path])]
     return f"| {plan} | {kills} | {iterations} | {' '.join(map(str, points))} | {len(expected)} | {len(different)} |"
