@@ -100,13 +100,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__)
     parser.add_argument("--iterations", type=int, default=30, metavar="N", help="iterations for each plan")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", metavar="DIR", help="where to write")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="train on what `adacc prepare-data` wrote there")
     args = parser.parse_args()
     if args.iterations < 1:
         parser.error(f"--iterations is {args.iterations}, but at least 1 is needed")
+    if args.data is not None and not (args.data / "tokenizer").exists():
+        parser.error(f"{args.data} has no tokenizer: make it with `adacc prepare-data --output {args.data}`")
     console, started = Console(), time.monotonic()
     args.output.mkdir(parents=True, exist_ok=True)
-    data = args.output / "data"
-    if code := prepare(data, console):
+    data = args.data or args.output / "data"
+    if args.data is None and (code := prepare(data, console)):
         return code
     rows: list[dict] = []
     for plan in PLANS:

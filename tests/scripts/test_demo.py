@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from megatron_adacc.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_demo_compares_the_plans(tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"Text {n}: " + "so it goes on. " * 99}) + "\n" for n in range(60)))
+    data = str(tmp_path / "data")
+    assert main(["prepare-data", "--output", data, "--input", str(texts), "--vocab-size", "280"]) == 0
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "demo.py", "--iterations", "2", "--output", tmp_path],
+        [sys.executable, ROOT / "scripts" / "demo.py", "--iterations", "2", "--output", tmp_path, "--data", data],
         capture_output=True,
         text=True,
         timeout=580,
@@ -43,7 +49,10 @@ def test_the_demo_compares_the_plans(tmp_path):
     assert "final loss" in done.stdout
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["--iterations", "0"], "at least 1"), (["--what"], "unrecognized")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--iterations", "0"], "at least 1"), (["--what"], "unrecognized"), (["--data", "/nowhere"], "has no tokenizer")],
+)
 def test_a_wrong_option_is_a_sentence(arguments, words):
     done = subprocess.run([sys.executable, ROOT / "scripts" / "demo.py", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
