@@ -6,20 +6,22 @@ float32 main copies.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from megatron_adacc.patches.patching import Patch
 
 
-def patches(exchange: Callable[[Any], None]) -> list[Patch]:
-    """`exchange(optimizer)` gets each of Megatron's optimizers, wrapper and all, as soon as it is built."""
+def patches(exchange: Callable[[Any, Any], None]) -> list[Patch]:
+    """`exchange(optimizer, model_chunks)` gets each of Megatron's optimizers, wrapper and all, as soon as it is
+    built."""
 
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
         def build(*args: Any, **kwargs: Any) -> Any:
             made = original(*args, **kwargs)
-            exchange(made)
+            exchange(made, inspect.signature(original).bind(*args, **kwargs).arguments["model_chunks"])
             return made
 
         return build

@@ -55,10 +55,58 @@ def _make_own_steps(original: Callable) -> Callable:
         original(self, state_dict)
         if step is not None:
             for state in self.optimizer.state.values():
-                if "step" in state:
+                if isinstance(state.get("step"), torch.Tensor):  # a state of ours counts in an int of its own
                     state["step"] = torch.tensor(float(step))
 
     return load_state_dict
+
+
+def _make_moments_out(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get(self: Any, model_param: Any) -> dict[str, Any]:
+        if not hasattr(self.optimizer, "set_moments"):
+            return original(self, model_param)
+        group, place = self.model_param_group_index_map[model_param]
+        parameter = self.optimizer.param_groups[group]["params"][place]
+        m, v = self.optimizer.moments(parameter)
+        return {"param": parameter, "exp_avg": m, "exp_avg_sq": v}
+
+    return get
+
+
+def _make_moments_in(original: Callable) -> Callable:
+    import torch
+
+    @functools.wraps(original)
+    @torch.no_grad()
+    def put(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        if not hasattr(self.optimizer, "set_moments"):
+            return original(self, model_param, tensors)
+        group, place = self.model_param_group_index_map[model_param]
+        parameter = self.optimizer.param_groups[group]["params"][place]
+        parameter.copy_(tensors["param"])
+        self.optimizer.set_moments(parameter, tensors["exp_avg"], tensors["exp_avg_sq"])
+
+    return put
+
+
+def state_patches() -> list[Patch]:
+    """For an optimizer that keeps its moments in a form of its own, and gives and takes them in float32 by
+    `moments(parameter)` and `set_moments(parameter, m, v)`: so checkpoints hold what torch's Adam has."""
+    return [
+        Patch(
+            module="megatron.core.optimizer.distrib_optimizer",
+            symbol=f"DistributedOptimizer.{name}",
+            parameters=parameters,
+            checked_with=("0.19.2",),
+            make=make,
+            why="checkpoints of the distributed optimizer hold moments in float32",
+        )
+        for name, parameters, make in (
+            ("_get_main_param_and_optimizer_states", ("self", "model_param"), _make_moments_out),
+            ("_set_main_param_and_optimizer_states", ("self", "model_param", "tensors"), _make_moments_in),
+        )
+    ]
 
 
 def patches() -> list[Patch]:

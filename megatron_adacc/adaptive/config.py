@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -109,9 +109,10 @@ class Config:
         return Config.from_mapping(_settings(text))
 
     @staticmethod
-    def settings_in(path: Path | str) -> dict[str, Any]:
-        """What a YAML file says, by name. Raises UserError, naming the file, where it cannot be read, or is not
-        right."""
+    def settings_in(path: Path | str, beside: Sequence[str] = ()) -> dict[str, Any]:
+        """What a YAML file says, by name; ``beside``: names that are somebody else's, not checked here.
+
+        Raises UserError, naming the file, where it cannot be read, or is not right."""
         try:
             text = Path(path).read_text()
         except OSError as error:
@@ -120,7 +121,10 @@ class Config:
             raise UserError(f"The file of settings {path} has to be text in UTF-8; it is not.") from error
         try:
             settings = _settings(text)
-            Config.from_mapping(settings)
+            own = settings
+            if isinstance(settings, Mapping):
+                own = {name: value for name, value in settings.items() if name not in beside}
+            Config.from_mapping(own)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
         return dict(settings)

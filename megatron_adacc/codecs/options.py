@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class Implementation(enum.Enum):
     """Which of the implementations of one format runs. All of them give the same bits."""
 
-    AUTO = "auto"  # CUDA takes triton; the CPU takes compiled, or torch where there is no C++ compiler
+    AUTO = "auto"  # CUDA takes triton; the CPU takes compiled, or torch where nothing compiles
     TORCH = "torch"  # plain torch operations, any device: the reference that defines the right answer
     COMPILED = "compiled"  # the same functions through torch.compile, CPU only
     TRITON = "triton"  # the Triton kernels, CUDA only
@@ -36,7 +36,8 @@ class Implementation(enum.Enum):
         if self is Implementation.AUTO:
             if device.type == "cuda":
                 return Implementation.TRITON
-            if device.type == "cpu" and cpp_compiler_found():
+            disabled = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+            if device.type == "cpu" and cpp_compiler_found() and not disabled:
                 return Implementation.COMPILED
             return Implementation.TORCH
         if self is Implementation.TRITON and device.type != "cuda":

@@ -153,17 +153,17 @@ def of_chunk(
     """Bytes of one chunk's parameters on data-parallel `rank`; None is the rank that holds most.
 
     Raises UserError for a rank that does not exist."""
-    pieces = _pieces(chunk, training, rank, buckets)
+    own = _pieces(chunk, training, rank, buckets)
     whole = sum(tensor.elements for tensor in chunk)
     if training.zero == 1:
         ends = _layout(chunk, training.data_parallel, buckets)[1]
         whole = ends[-1][1] if ends else 0
     return StaticBytes(
-        parameters=(sum(pieces) if training.zero == 3 else whole) * training.parameter_bytes,
-        gradients=(sum(pieces) if training.zero >= 2 else whole) * training.buffer_bytes,
-        master=sum(pieces) * training.master_bytes,
-        moments=sum(pieces) * training.moment_bytes,
-        counters=4 * len(pieces) if training.counts_steps else 0,
+        parameters=(sum(own) if training.zero == 3 else whole) * training.parameter_bytes,
+        gradients=(sum(own) if training.zero >= 2 else whole) * training.buffer_bytes,
+        master=sum(own) * training.master_bytes,
+        moments=sum(own) * training.moment_bytes,
+        counters=4 * len(own) if training.counts_steps else 0,
     )
 
 
@@ -201,28 +201,36 @@ def step_bytes(
     a time, and Adam has a quotient beside the root.
 
     Raises UserError for a rank that does not exist."""
-    pieces: list[int] = []
+    own: list[int] = []
     for index, chunk in enumerate(chunks):
-        pieces += _pieces(chunk, training, rank, buckets if index == 0 else Buckets(None, buckets.for_bandwidth))
-    copies = 4 * sum(pieces) if training.buffer_bytes < 4 else 0
+        own += _pieces(chunk, training, rank, buckets if index == 0 else Buckets(None, buckets.for_bandwidth))
+    copies = 4 * sum(own) if training.buffer_bytes < 4 else 0
     if not training.torch_optimizer:
         return copies
     if cuda:
-        return copies + 4 * sum(pieces)
-    return copies + 4 * max(pieces, default=0) * (2 if training.optimizer == "adam" else 1)
+        return copies + 4 * sum(own)
+    return copies + 4 * max(own, default=0) * (2 if training.optimizer == "adam" else 1)
 
 
 def _pieces(chunk: Sequence[Tensor], training: Training, rank: int | None, buckets: Buckets) -> list[int]:
-    """Elements of each piece of a tensor whose optimizer state data-parallel `rank` holds."""
+    return [elements for _, elements in pieces(chunk, training, rank, buckets)]
+
+
+def pieces(
+    chunk: Sequence[Tensor], training: Training, rank: int | None = None, buckets: Buckets = ONE_BUCKET
+) -> list[tuple[Tensor, int]]:
+    """The pieces of tensors whose optimizer state data-parallel `rank` holds, and the elements of each; None is the
+    rank that holds most."""
     if rank is not None and not 0 <= rank < training.data_parallel:
         raise UserError(f"Rank {rank} does not exist: there are {training.data_parallel} data-parallel ranks.")
     if training.zero == 0:
-        return [tensor.elements for tensor in chunk]
+        return [(tensor, tensor.elements) for tensor in chunk]
     if training.zero > 1:
-        return [-(-tensor.elements // training.data_parallel) for tensor in chunk]
+        return [(tensor, -(-tensor.elements // training.data_parallel)) for tensor in chunk]
     starts, ends = _layout(chunk, training.data_parallel, buckets)
     ranks = range(training.data_parallel) if rank is None else (rank,)
-    return max((_owned(chunk, starts, ends, training.data_parallel, which) for which in ranks), key=sum)
+    owned = (_owned(chunk, starts, ends, training.data_parallel, which) for which in ranks)
+    return max(owned, key=lambda found: sum(elements for _, elements in found))
 
 
 def _layout(chunk: Sequence[Tensor], ranks: int, buckets: Buckets) -> tuple[list[int], list[tuple[int, int]]]:
@@ -256,9 +264,11 @@ def _rounded_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _owned(chunk: Sequence[Tensor], starts: list[int], ends: list[tuple[int, int]], ranks: int, rank: int) -> list[int]:
-    """Elements of the pieces of tensors in the rank-th part of every bucket."""
-    pieces = []
+def _owned(
+    chunk: Sequence[Tensor], starts: list[int], ends: list[tuple[int, int]], ranks: int, rank: int
+) -> list[tuple[Tensor, int]]:
+    """The pieces of tensors in the rank-th part of every bucket."""
+    found = []
     bucket = 0
     for start, tensor in zip(starts, reversed(chunk), strict=True):
         while ends[bucket][1] <= start:
@@ -268,5 +278,5 @@ def _owned(chunk: Sequence[Tensor], starts: list[int], ends: list[tuple[int, int
         part = first + rank * size
         common = min(part + size, start + tensor.elements) - max(part, start)
         if common > 0:
-            pieces.append(common)
-    return pieces
+            found.append((tensor, common))
+    return found

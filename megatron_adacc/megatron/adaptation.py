@@ -129,13 +129,17 @@ def attach_adaptation(model: list[torch.nn.Module], args: Namespace, saved: Save
     found = marked_layers(model)
     saved.attached = True
     if not found:
+        if saved.states is not None:
+            saved.states.alone()
         return Adaptation(None, args, config)
     layers = [module for _, module in found]
     preserve = beside_training(layers)
     if os.path.isfile(config.plan):
         policy = staged_policy(config, layers, groups=plan_groups, plan=plan_of_file(config.plan, args))
     else:
-        setting = setting_of(args, config, [i for i, _ in found], preserve) if config.plan == "auto" else None
+        states = None if saved.states is None else saved.states.offer
+        chunk_of = [i for i, _ in found]
+        setting = setting_of(args, config, chunk_of, preserve, states) if config.plan == "auto" else None
         policy = staged_policy(config, layers, setting, plan_groups)
     attached = attach(layers, policy)
     handle = AdaptiveHandle(attached, config, same_channels, plan_groups=plan_groups, preserve=preserve)

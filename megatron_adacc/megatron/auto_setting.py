@@ -1,10 +1,11 @@
 """What `--adacc-plan auto` plans for: this rank's share of the job, in the words of runtime/auto.py."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_adacc.adaptive.config import Config
 from megatron_adacc.cost.in_flight import Schedule, heaviest, moments
@@ -14,13 +15,18 @@ from megatron_adacc.cost.stage_plan import Room
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.read_job import job_of_args, schedule_of_args
 from megatron_adacc.runtime.setting import Setting
+from megatron_adacc.runtime.state_offer import StateOffer
 
 
 def setting_of(
-    args: Namespace, config: Config, chunk_of: list[int], preserve: Callable[[], AbstractContextManager[None]]
+    args: Namespace,
+    config: Config,
+    chunk_of: list[int],
+    preserve: Callable[[], AbstractContextManager[None]],
+    states: Callable[[Sequence[ProcessGroup]], StateOffer] | None = None,
 ) -> Setting:
     """The setting of this rank. ``chunk_of``: by place of an attached layer, the model chunk that it lies in.
-    ``preserve``: as for Setting.
+    ``preserve``: as for Setting. ``states``: the offer of --adacc-state-plan, given the setting's groups.
 
     Raises UserError where a limit in bytes needs the memory model and that does not know the job's kind of model, and
     for a limit that cannot be read."""
@@ -57,6 +63,7 @@ def setting_of(
         main_gradients=True,
         preserve=preserve,
         error_budget=config.error_budget,
+        states=None if states is None else states(groups),
     )
 
 

@@ -8,7 +8,7 @@ from megatron_adacc.adaptive.config import Config
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.devices import DEVICES
 from megatron_adacc.errors import UserError
-from megatron_adacc.megatron import base_format, lora, state_flags, strategies
+from megatron_adacc.megatron import base_format, lora, optim_settings, state_flags, strategies
 
 
 @dataclass
@@ -70,7 +70,30 @@ class AdaccFlags:
 
     adacc_state_limit: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "LIMIT"}})
     """For --adacc-state-plan auto: parameters, gradients and optimizer state of a rank, as a share of what they take
-    without a state plan, such as 60%%, or in bytes."""
+    without a state plan, such as 60%%, or in bytes. Without it the state's bytes are chosen together with
+    --adacc-plan auto, under its limit."""
+
+    adacc_state_price: float = field(
+        default=state_flags.DEFAULT_PRICE, metadata={"argparse_meta": {"metavar": "SHARE"}}
+    )
+    """Where state and activations share a limit: the part of a step's time that an update without error is worth,
+    against one whose squared error is as large as itself. Default: 0.05."""
+
+    adacc_dgr_group_size: int = field(default=1, metadata={"argparse_meta": {"metavar": "N"}})
+    """Delayed updates: layers in N groups, of which each step updates one with the mean of its gradients since its last
+    turn. Default: 1, as without (docs/states.md)."""
+
+    adacc_gradient_guard: str | None = field(
+        default=None, metadata={"argparse_meta": {"type": str, "choices": list(state_flags.GUARDS)}}
+    )
+    """What is done, and logged, where the gradient norm leaves its band: clip to the band's edge, or recipe, multiply
+    by 2^5 over the largest norm of a parameter. Before --clip-grad."""
+
+    adacc_lr_preset: str | None = field(
+        default=None, metadata={"argparse_meta": {"type": str, "choices": list(state_flags.PRESETS)}}
+    )
+    """delayed: the learning rate times 1.2 for 2 delayed groups to 1.5 for 6 and more, and a warm-up 30 %% longer. What
+    comes out is printed."""
 
     adacc_device: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "choices": list(DEVICES)}})
     """Where to train: cpu or cuda. Default: cuda where a GPU answers, else cpu."""
@@ -129,6 +152,7 @@ def complete(args: Namespace, given: list[str]) -> None:
     strategies.get(args.adacc_plan).apply(args)
     _check_auto(args)
     _check_adaptation(args)
+    optim_settings.complete(args, given)
     state_flags.check(args)
     lora.complete(args)
     base_format.complete(args)
@@ -152,7 +176,8 @@ def config_of(args: Namespace) -> Config | None:
     Raises UserError for settings that are not right."""
     if strategies.get(args.adacc_plan).plan is None:
         return None
-    settings = {} if args.adacc_config is None else Config.settings_in(args.adacc_config)
+    settings = {} if args.adacc_config is None else Config.settings_in(args.adacc_config, (optim_settings.SECTION,))
+    settings.pop(optim_settings.SECTION, None)
     settings["plan"] = args.adacc_plan
     if args.adacc_limit is not None:
         settings["limit"] = args.adacc_limit
@@ -178,7 +203,7 @@ def _take_plan_of_file(args: Namespace, given: list[str]) -> None:
     """The file of settings may name the plan where the command line does not."""
     if args.adacc_config is None or any(token.split("=")[0] == "--adacc-plan" for token in given):
         return
-    plan = Config.settings_in(args.adacc_config).get("plan")
+    plan = Config.settings_in(args.adacc_config, (optim_settings.SECTION,)).get("plan")
     if not isinstance(plan, str):
         raise UserError(
             f"--adacc-config {args.adacc_config} does not name a plan, and neither does the command line: add "

@@ -159,7 +159,7 @@ def _prepare(arguments: list[str]) -> None:
 
 
 def _apply_patches(device: str, arguments: list[str]) -> None:
-    from megatron_adacc.megatron import checks, cpu_flags, flags, lora, strategies
+    from megatron_adacc.megatron import checks, cpu_flags, flags, lora, state_flags, strategies
     from megatron_adacc.patches import (
         core_datasets_utils,
         core_optimizer_distrib_optimizer,
@@ -186,18 +186,22 @@ def _apply_patches(device: str, arguments: list[str]) -> None:
             _say_cpu(list(switched_off))
         checks.check_arguments(args)
         lora.install(args)
+        exchange = None
+        if (changed := state_flags.apply_preset(args)) is not None:
+            say(changed)
+        if state_flags.own_optimizer(args):
+            from megatron_adacc.megatron.state_plan import Exchange
+            from megatron_adacc.patches import core_optimizer
+
+            exchange = Exchange(args)
+            patching.apply([*core_optimizer.patches(exchange), *core_optimizer_distrib_optimizer.state_patches()])
         if args.adacc_plan != "off" or args.adacc_report is not None:
             from megatron_adacc.megatron.observe import Observer
             from megatron_adacc.megatron.saved_state import SavedState
 
-            saved = SavedState()
+            saved = SavedState(exchange)
             patching.apply(training_training.patches(Observer(args, saved).around_step))
             patching.apply(training_checkpointing.patches(saved.entry, saved.loaded))
-        if args.adacc_state_plan != "full":
-            from megatron_adacc.megatron.state_plan import Exchange
-            from megatron_adacc.patches import core_optimizer
-
-            patching.apply(core_optimizer.patches(Exchange(args)))
         if strategies.get(args.adacc_plan).plan is not None:
             from megatron_adacc.megatron.layer import marked
 

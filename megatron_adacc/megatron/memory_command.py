@@ -24,7 +24,7 @@ from megatron_adacc.cost.in_flight import heaviest
 from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.static_memory import OPTIMIZERS, PRECISIONS, StaticBytes, Training, of_elements
 from megatron_adacc.errors import UserError
-from megatron_adacc.megatron import memory_finetuning
+from megatron_adacc.megatron import memory_finetuning, state_bytes
 from megatron_adacc.megatron.trace_flags import flags_of_file, parse_known
 
 PROGRAM = "adacc memory"
@@ -130,7 +130,9 @@ def _of_parameters(own: Namespace, rest: list[str]) -> dict[str, Any]:
     if own.lora_rank is not None:
         rank = _whole("--lora-rank", own.lora_rank, 0)
         return {"format": FORMAT, **memory_finetuning.of_parameters(elements, own, rank, training)}
-    return {"format": FORMAT, "parameters": elements, "stages": [_stage(0, elements, of_elements(elements, training))]}
+    static = of_elements(elements, training)
+    stage = {**_stage(0, elements, static), **state_bytes.of_parameters(elements, training, static)}
+    return {"format": FORMAT, "parameters": elements, "stages": [stage]}
 
 
 def _stage(stage: int, parameters: int, static: StaticBytes) -> dict[str, Any]:
@@ -168,7 +170,11 @@ def _of_job(own: Namespace, rest: list[str]) -> dict[str, Any]:
         rank = _whole("--lora-rank", own.lora_rank, 0)
         return {"format": FORMAT, **memory_finetuning.of_job(job, own, rank, count(job.model))}
     stages = [
-        {**_stage(stage, job.parameters(stage), job.static_bytes(stage)), **_outside(job, stage)}
+        {
+            **_stage(stage, job.parameters(stage), job.static_bytes(stage)),
+            **state_bytes.of_stage(job, stage, job.static_bytes(stage)),
+            **_outside(job, stage),
+        }
         for stage in range(len(job.stages))
     ]
     return {
@@ -215,7 +221,9 @@ def _show(content: dict[str, Any]) -> None:
     for name, label in _PARTS.items():
         add(label, [stage["bytes"][name] for stage in stages], each=True)
     add("in all", [stage["total_bytes"] for stage in stages], "bold", each=True)
-    table.add_row("in GiB", *(f"{stage['total_bytes'] / GIB:.2f}" for stage in stages), end_section=True)
+    table.add_row("in GiB", *(f"{stage['total_bytes'] / GIB:.2f}" for stage in stages))
+    state_bytes.add_rows(table, stages, alone)
+    table.add_section()
     if "layers" in stages[0]:
         table.add_row("[bold]outside the layers[/bold]")
         add("alive whenever a layer runs, with the above", [stage["fixed_bytes"] for stage in stages])

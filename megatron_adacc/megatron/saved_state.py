@@ -16,6 +16,7 @@ import torch
 
 from megatron_adacc.adaptive.controller import AdaptiveHandle
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.state_plan import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +24,11 @@ FORMAT = 1
 
 
 class SavedState:
-    """What a run's checkpoints hold of ours. ``handle``: set when layers are attached, None while they are not."""
+    """What a run's checkpoints hold of ours. ``handle``: set when layers are attached, None while they are not.
+    ``states``: the state plan, None without one."""
 
-    def __init__(self) -> None:
+    def __init__(self, states: Exchange | None = None) -> None:
+        self.states = states
         self.handle: AdaptiveHandle | None = None
         self.attached = False
         self._loaded: dict[str, Any] | None = None

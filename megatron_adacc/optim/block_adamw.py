@@ -28,7 +28,7 @@ from megatron_adacc.optim.blocks import (
     state_views,
     take,
 )
-from megatron_adacc.optim.checkpoint import adamw_state, loaded_state, with_own_options
+from megatron_adacc.optim.checkpoint import adamw_state, loaded_state, moments_into, with_own_options
 from megatron_adacc.optim.formats import BLOCK
 from megatron_adacc.optim.random_words import key_tensor
 from megatron_adacc.optim.transcode import read, transcode
@@ -160,6 +160,15 @@ class BlockAdamW(Optimizer):
         m, v = (torch.empty_like(parameter, dtype=torch.float32) for _ in range(2))
         read(state, state["layout"], flat_view(m, parameter), flat_view(v, parameter), self._chunk_blocks)
         return m, v
+
+    @torch.no_grad()
+    def set_moments(self, parameter: Tensor, m: Tensor, v: Tensor) -> None:
+        """Write AdamW's exp_avg and exp_avg_sq, of the parameter's shape, into its present layout.
+
+        Raises:
+            UserError: another shape.
+        """
+        self.state[parameter] = moments_into(self._state_of(parameter), parameter, m, v)
 
     @torch.no_grad()
     def master_weight(self, parameter: Tensor) -> Tensor:

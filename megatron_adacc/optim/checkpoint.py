@@ -89,15 +89,20 @@ def _fits(layout: Any, parameter: Tensor) -> bool:
 def _from_adamw(saved: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     if "max_exp_avg_sq" in saved:
         raise UserError("The saved AdamW state has amsgrad's maxima, which BlockAdamW cannot continue.")
-    moments = []
-    for name in ("exp_avg", "exp_avg_sq"):
-        if saved[name].shape != parameter.shape:
+    moments_into(state, parameter, saved["exp_avg"], saved["exp_avg_sq"])
+    state["step"] = int(saved["step"])
+    return state
+
+
+def moments_into(state: dict[str, Any], parameter: Tensor, m: Tensor, v: Tensor) -> dict[str, Any]:
+    """Write moments of the parameter's shape into its state, in the layout that it has."""
+    flat = []
+    for name, moment in (("exp_avg", m), ("exp_avg_sq", v)):
+        if moment.shape != parameter.shape:
             raise UserError(
-                f"The saved {name} has shape {tuple(saved[name].shape)}, its parameter {tuple(parameter.shape)}; load "
+                f"The saved {name} has shape {tuple(moment.shape)}, its parameter {tuple(parameter.shape)}; load "
                 "the state for the model that it was saved with."
             )
-        value = saved[name].to(parameter.device, torch.float32)
-        moments.append(flat_view(value, parameter))
-    write(moments[0], moments[1], state, state["layout"], chunk_blocks=1024)
-    state["step"] = int(saved["step"])
+        flat.append(flat_view(moment.to(parameter.device, torch.float32), parameter))
+    write(flat[0], flat[1], state, state["layout"], chunk_blocks=1024)
     return state

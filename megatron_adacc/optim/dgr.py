@@ -90,6 +90,8 @@ class DelayedGroups:
         groups: every parameter of the optimizer in exactly one.
         compensation: lambda, in units of 1 / loss: gradients must be unscaled when `step` is called.
         all_reduce: sums a float64 tensor in place over the ranks that hold parts of a group, where weights are sharded.
+        counted: whether a parameter counts in that sum on this rank; None: all do. Of ranks that hold the same, one
+            counts it.
 
     Raises:
         UserError: a parameter in no group or in two, or a negative lambda.
@@ -102,6 +104,7 @@ class DelayedGroups:
         *,
         compensation: float = 10.0,
         all_reduce: Callable[[Tensor], object] | None = None,
+        counted: Callable[[Parameter], bool] | None = None,
     ) -> None:
         grouped = [parameter for group in groups for parameter in group]
         optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -116,6 +119,7 @@ class DelayedGroups:
         self._groups = [list(group) for group in groups]
         self._compensation = compensation
         self._all_reduce = all_reduce
+        self._counted = counted
         self._step = 0
         self._sums: dict[Parameter, Tensor] = {}
         self._counts: dict[Parameter, int] = {}
@@ -144,6 +148,10 @@ class DelayedGroups:
     def held_bytes(self) -> int:
         """Bytes of the sums: up to 4 a parameter, for the groups that are not due."""
         return sum(total.nbytes for total in self._sums.values())
+
+    def group_sizes(self) -> list[int]:
+        """Elements of each group."""
+        return [sum(parameter.numel() for parameter in group) for group in self._groups]
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on bit for bit, beside the optimizer's state; tensors are not copied."""
@@ -201,6 +209,8 @@ class DelayedGroups:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for parameter, old in zip(moving, before, strict=True):
             assert parameter.grad is not None
+            if self._counted is not None and not self._counted(parameter):
+                continue
             moved = (parameter.detach() - old).to(torch.float32)
             total += (parameter.grad.to(torch.float32) * moved).sum(dtype=torch.float64).to(device)
         if self._all_reduce is not None:

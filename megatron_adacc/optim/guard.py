@@ -16,7 +16,7 @@ spike is not. A norm that is inf or NaN is logged and left to the caller, who sk
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -97,6 +97,19 @@ class GradientGuard:
             if grads
             else []
         )
+        return self.check_norms(norms, grads, loss)
+
+    @torch.no_grad()
+    def check_norms(
+        self, norms: Sequence[float], grads: Sequence[Tensor], loss: float | None = None
+    ) -> Intervention | None:
+        """The same for gradients of which this rank holds parts.
+
+        Args:
+            norms: of each parameter's whole gradient, alike on all ranks: then all ranks decide alike.
+            grads: what is scaled, this rank's parts.
+            loss: as for `check`; alike on all ranks.
+        """
         norm = math.sqrt(math.fsum(value * value for value in norms))
         if not math.isfinite(norm) or (loss is not None and not math.isfinite(loss)):
             logger.warning("Gradient norm %g, loss %s: not finite; gradients are left, skip this step.", norm, loss)
@@ -113,8 +126,8 @@ class GradientGuard:
             factor = min(1.0, RECIPE_NORM / max(norms))
         else:
             factor = min(1.0, (edge if reason == "norm" else centre) / norm)
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(list(grads), factor)
         logger.warning(
             "Gradient norm %.4g, band up to %.4g, loss %s: %s stands out; gradients scaled by %.4g (%s).",
             norm,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.stage_plan import Room
 from megatron_adacc.errors import UserError
+from megatron_adacc.runtime.state_offer import StateOffer
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Setting:
     ``groups``: process groups, each rank of which trains the same layers and gets the plan of the group's first.
     ``error_budget``: as in :func:`plan_stage`.
     ``preserve``: a context that puts back what a forward of the layers changes beside torch's default generators.
-    ``main_gradients``: parameter gradients are added to memory that is in the room already, as Megatron's are."""
+    ``main_gradients``: parameter gradients are added to memory that is in the room already, as Megatron's are.
+    ``states``: what a limit in bytes shares with the activations, None for what no plan changes."""
 
     limit: Limit | None
     room: Callable[[torch.device], Room]
@@ -37,6 +39,7 @@ class Setting:
     main_gradients: bool = False
     error_budget: float = 0.0
     min_bytes: int = 1024
+    states: StateOffer | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.error_budget < math.inf:

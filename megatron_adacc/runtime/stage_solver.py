@@ -33,6 +33,7 @@ from megatron_adacc.planner.problem import CodecChoice
 from megatron_adacc.planner.solution import held_as
 from megatron_adacc.runtime.agree import check_equal, first_rank_says
 from megatron_adacc.runtime.setting import Setting, device_limit
+from megatron_adacc.runtime.state_offer import solve_with_states
 
 
 @dataclass
@@ -93,17 +94,31 @@ class StageSolver:
         )
         check_equal([line for fact in facts for line in described(fact)], self.setting.groups)
         own: StagePlan | None = None
-        message: tuple[str | None, str | None] = (None, None)  # the plan, or why there is none
+        states = self.setting.states if limit.total_bytes is not None else None
+        message: tuple[str | None, int, str | None] = (None, 0, None)  # the plan, bytes of state, or why there is none
         if all(group.rank() == 0 for group in self.setting.groups):
             try:
-                own = self._own(facts, limit, room, given, least)
-                message = (own.plan.to_json(), None)
+                if states is None:
+                    own, state_bytes = self._own(facts, limit, room, given, least), 0
+                else:
+                    own, state_bytes = solve_with_states(
+                        states,
+                        facts,
+                        limit,
+                        room,
+                        least,
+                        lambda room, least: self._own(facts, limit, room, given, least),
+                    )
+                message = (own.plan.to_json(), state_bytes, None)
             except UserError as error:
-                message = (None, str(error))
-        text, refusal = first_rank_says(message, self.setting.groups)
+                message = (None, 0, str(error))
+        text, state_bytes, refusal = first_rank_says(message, self.setting.groups)
         if refusal is not None:
             raise UserError(refusal)
         assert text is not None
+        if states is not None:
+            states.allow(state_bytes)
+            room = states.room(room, state_bytes)
         return own or given_stage(facts, Plan.from_json(text), limit, room)
 
     def _own(self, facts: Sequence[ClassFacts], limit: Limit, room: Room, given: Plan | None, least: bool) -> StagePlan:
