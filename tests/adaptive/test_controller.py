@@ -45,6 +45,33 @@ def test_a_lossy_plan_comes_after_the_warm_up():
     assert handle.schedule.next_check == 9  # after 6, 7
 
 
+@pytest.mark.parametrize("plan", ["recompute", "compress", "auto"])
+def test_under_autocast(plan):
+    """bfloat16 inside the layers: a lossless plan trains as without us, a lossy one is checked and stays near."""
+    lossy = plan == "compress"
+    settings = {"plan": plan, "warmup_steps": 2, "check_gradients_every": 2 * lossy}
+    settings |= {"limit": "40%"} if plan == "auto" else {}
+
+    class Rounded(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    model = Rounded()
+    plain = train(Rounded(), range(1, 7), lambda loss: None)
+    with enable_memory_optim(model, settings) as handle:
+        found = train(model, range(1, 7), handle.step)
+        assert {b.base.dtype for graph in handle.attached.graphs for b in graph.buffers} >= {"bfloat16", "float32"}
+        assert handle.plan.lossless != lossy
+    if lossy:
+        assert found[:2] == plain[:2]
+        assert found != plain
+        assert found == pytest.approx(plain, rel=0.02)
+        assert 0 < max(comparison.error for _, _, comparison in handle.compared) < 0.3
+    else:
+        assert found == plain
+
+
 @pytest.mark.parametrize("plan", ["keep", "recompute"])
 def test_a_lossless_plan_needs_no_warm_up(plan):
     model = Stack()
