@@ -32,6 +32,7 @@ from megatron_adacc.cost.typical_errors import typical_errors
 from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.replay import Context
 from megatron_adacc.graph.verify import Evidence
+from megatron_adacc.megatron import state_bytes
 from megatron_adacc.megatron.auto_setting import room_of
 from megatron_adacc.megatron.offline import Layers, Settings, Stage, open_stage
 from megatron_adacc.megatron.offline_flags import parallel_sizes
@@ -98,11 +99,11 @@ def learn(flags: Sequence[str], device: DeviceSpec, world_size: int | None = Non
         facts, quantized, outside_us = traced[key]
         alive = heaviest(job.schedule, stage, [chunk.layers for chunk in job.stages[stage]])
         parts = tuple(fact.part(fact.places, fact.layer_class.chunk, alive[fact.layer_class.chunk]) for fact in facts)
-        room = replace(room_of(job, stage), other_us=outside_us)
+        room = replace(state_bytes.with_plan(room_of(job, stage), args, job, stage), other_us=outside_us)
         stages.append(StageFacts(stage, parts, room, quantized))
     assert job is not None
     step_us = max(optimizer_us(job, stage, device) for stage in range(pipeline))
-    return OfflineJob(device, args, job, tuple(stages), step_us, assumptions)
+    return OfflineJob(device, args, job, tuple(stages), step_us, (*assumptions, *state_bytes.assumed(args)))
 
 
 def _likeness(job: Job, stage: int) -> object:

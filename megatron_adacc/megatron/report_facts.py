@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -55,13 +54,8 @@ def frontier(handle: AdaptiveHandle) -> dict[str, Any] | None:
     auto, stage = handle.policy.auto, handle.stage
     if auto is None or stage is None:
         return None
-    setting, change, facts = auto.solver.setting, auto.solver.change, stage.facts
-    room = setting.room(facts[0].simulator.device)
-    room = replace(
-        room,
-        fixed_bytes=max(0, room.fixed_bytes + change.more_bytes),
-        floor_bytes=max(0, room.floor_bytes + change.more_bytes),
-    )
+    setting, room, facts = auto.solver.setting, auto.solver.room, stage.facts
+    assert room is not None  # there is a plan
     none, full = stage.predictions[:2]
     whole = stage.limit.total_bytes is not None
     plain = plain_bytes(facts)

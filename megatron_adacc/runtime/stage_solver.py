@@ -52,11 +52,12 @@ class Change:
 
 class StageSolver:
     """See the module. ``change`` is for the caller to write, before solve(), alike on all ranks of the groups as far
-    as ``exact`` goes; of the rest the first rank's counts."""
+    as ``exact`` goes; of the rest the first rank's counts. ``room``: of the last answer."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.change = Change()
+        self.room: Room | None = None
 
     def error_of(self, stage: StagePlan, growth: Mapping[str, float]) -> float:
         """What the stage's plan costs now: the root mean square over its layers of their relative gradient errors, if
@@ -119,6 +120,7 @@ class StageSolver:
         if states is not None:
             states.allow(state_bytes)
             room = states.room(room, state_bytes)
+        self.room = room
         return own or given_stage(facts, Plan.from_json(text), limit, room)
 
     def _own(self, facts: Sequence[ClassFacts], limit: Limit, room: Room, given: Plan | None, least: bool) -> StagePlan:

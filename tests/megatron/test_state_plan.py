@@ -10,8 +10,7 @@ from checkpoints import checkpoint
 
 from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, tensors
 from megatron_adacc.cost.static_memory import Training
-from megatron_adacc.megatron.state_bytes import moment_bytes, of_chunk
-from megatron_adacc.optim.memory import training_bytes
+from megatron_adacc.megatron.state_bytes import of_chunk
 
 # Large enough for the weights to be quantized: parameters of fewer than 4096 elements keep 32 bits.
 MODEL = {"hidden_size": 64, "seq_length": 16, "lr": 1e-3, "hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -37,12 +36,6 @@ def counted(tensor_parallel: int) -> GptModel:
 def static_share(run) -> float:
     """What the job says of its static bytes, of those without a state plan."""
     return float(re.search(r"adacc: optimizer state: .* \(([0-9.]+)%\)", run.text)[1]) / 100
-
-
-@pytest.mark.parametrize("bits", [32, 16, 8, 4])
-def test_bytes_are_counted_without_torch_as_with_it(bits):
-    for elements in (1, 255, 256, 257, 4096, 10**6 + 1):
-        assert moment_bytes(elements, bits) == training_bytes(elements, torch.float32, bits).moments
 
 
 def test_full_is_megatron_as_it_is(train):
