@@ -1,6 +1,7 @@
 """Bases of fewer bits beside nn.Linear: the formats' errors and bytes, GPTQ, outliers, adapters, plans, refusals."""
 
 import copy
+import gc
 import math
 
 import pytest
@@ -9,7 +10,13 @@ from torch import nn
 
 from megatron_adacc import adapters, attach
 from megatron_adacc.adapters import frozen, gptq, nf4
+from megatron_adacc.cost.finetuning import DECODED_ELEMENTS, Adapters, Linear, weight_bytes
+from megatron_adacc.cost.rehearsal import Rehearsal
+from megatron_adacc.cost.simulate import Fates, Simulator
+from megatron_adacc.cost.timeline import record
 from megatron_adacc.errors import UserError
+from megatron_adacc.planner import Recompute
+from megatron_adacc.runtime.cpu_peak import CpuPeak
 
 ROWS, WIDTH = 64, 32
 NONE = torch.tensor([], dtype=torch.int64)
@@ -102,6 +109,7 @@ class TestFormats:
         assert frozen.DoubleNf4Weight(weight).nbytes == count * 4.126953125 / 8 + 4
         assert round(4.126953125, 3) == 4.127
         assert frozen.Int8Weight(weight, torch.tensor([5, 9])).nbytes == count + 4 * 256 + 2 * (8 + 4 * 256)
+        assert frozen.PIECE == DECODED_ELEMENTS
         assert MAKE["gptq4"](weight).nbytes == count * (4 + (32 + 8) / 128) / 8
 
     @pytest.mark.parametrize("format", MAKE)
@@ -117,6 +125,7 @@ class TestFormats:
         assert (found.shape, found.dtype, made.device) == (weight.shape, dtype, weight.device)
         assert relative_error(found, weight) < (0.001 if format == "int8" else 0.015)
         assert torch.equal(MAKE[format](weight).dense(), found)
+        assert made.nbytes == weight_bytes(format, *shape, dtype.itemsize)
         # A cast is of what comes out: in float32 it is what the parts say, which the cast does not round.
         assert torch.equal(copy.deepcopy(made).float().dense().to(dtype), found)
         assert torch.equal(MAKE[format](torch.zeros_like(weight)).dense(), torch.zeros_like(weight))
@@ -235,6 +244,40 @@ class TestLayers:
         (graph,) = handle.graphs
         assert graph.activation_bytes == 0
         handle.detach()
+
+    def test_the_predicted_peak_has_the_decoded_weight_and_what_decoding_needs(self):
+        layer, x = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)), normal(8, 256)
+        adapters.quantize_base(layer, ["0", "2"], "nf4-double")
+        adapters.inject(layer, ["0"], rank=4)
+        x.requires_grad_()
+        with attach(layer, "recompute", min_bytes=0) as handle:
+            for _ in range(3):
+                layer(x).sum().backward()
+            ((trace,),) = (cache.traces() for cache in handle.caches)
+            program = handle.caches[0].program(trace, 0)
+            timeline = record(program.graph, Rehearsal(layer, handle.forwards[0].original, (x,), {}))
+            dropped = {b for b in program.graph.saved if isinstance(program.action(b), Recompute)}
+            found = Simulator(program.graph, timeline, program.context).memory(Fates({}, frozenset(dropped)))
+            meter = CpuPeak()
+            try:
+
+                def peak(call):
+                    gc.collect()
+                    meter.start()
+                    result = call()
+                    return result, meter.stop()[0]
+
+                _, idle = peak(lambda: None)
+                loss, forward = peak(lambda: layer(x).sum())
+                _, backward_ = peak(loss.backward)
+            finally:
+                meter.close()
+        weight = 4 * 256 * 1024
+        decoding = Adapters(4, ("0",), "nf4-double").decoding_bytes([Linear("0", 1024, 256, True)])
+        assert decoding == 2 * weight
+        for predicted, measured in ((found.forward, forward - idle), (found.backward, backward_ - idle)):
+            assert weight < predicted
+            assert predicted < measured <= predicted + decoding
 
     def test_memory_goes_down_by_the_weights(self):
         network = nn.Sequential(nn.Linear(256, 1024, bias=False))
