@@ -1,6 +1,6 @@
 """Does adaptation matter? The demo's GPT on real text, with channels that grow in the middle of the training.
 
-    python benchmarks/drift.py [--iterations 500] [--drift-at 250] [--lr 1e-3 --warm-up 5]
+    python benchmarks/drift.py [--iterations 500] [--drift-at 250] [--lr 1e-3 --warm-up 5] [--error-budget 0.05]
                                [--out runs/drift] [--png docs/images/drift.png]
 
     off                  Megatron without us
@@ -31,7 +31,7 @@ from megatron_adacc.child import Child
 ROOT = Path(__file__).resolve().parent.parent
 NEVER = ["--adacc-min-interval", "1000000", "--adacc-max-interval", "1000000"]
 WARM_UP = ["--adacc-warmup-steps", "50"]
-AUTO = ["--adacc-plan", "auto", "--adacc-limit", "20%", "--adacc-error-budget", "0.05", *WARM_UP]
+AUTO = ["--adacc-plan", "auto", "--adacc-limit", "20%", *WARM_UP]
 COMPRESS = ["--adacc-plan", "compress", *WARM_UP]
 TWO_THREADS = "off, two threads"
 STRATEGIES = {
@@ -70,11 +70,14 @@ def command(name: str, options: argparse.Namespace, report: Path) -> list[str]:
         *("--data-path", str(data / "text_document"), "--split", "95,5,0", "--num-workers", "0"),
         *("--log-interval", "1", "--eval-interval", str(options.iterations), "--eval-iters", str(options.eval_iters)),
         *("--adacc-report", str(report), *STRATEGIES[name]),
+        *(("--adacc-error-budget", str(options.error_budget)) if "auto" in STRATEGIES[name] else ()),
     ]
 
 
 def run(name: str, options: argparse.Namespace, progress: Progress) -> Outcome:
     slug = name.replace(", ", "-").replace(" ", "-")
+    if "auto" in STRATEGIES[name]:
+        slug += f"-{options.error_budget:g}"
     kept = options.out / f"{slug}.outcome.json"
     made_with = [str(options.drift_at), *command(name, options, Path("report"))]
     if kept.exists() and (found := json.loads(kept.read_text()))["made_with"] == made_with:
@@ -149,6 +152,7 @@ def main() -> None:
     parser.add_argument("--drift-at", type=int, default=250)
     parser.add_argument("--eval-iters", type=int, default=50)
     parser.add_argument("--lr", type=float, default=1e-3, help="falls to a tenth")
+    parser.add_argument("--error-budget", type=float, default=0.05, help="of auto")
     parser.add_argument("--warm-up", type=int, default=5, help="of the learning rate, steps")
     parser.add_argument(
         "--data", type=Path, default=ROOT / "runs" / "demo" / "data", help="as scripts/demo.sh makes it"
