@@ -195,6 +195,11 @@ def divided(name: str) -> int | None:
     return _DIVIDED.get(path.rpartition(".")[2], {}).get(kind)
 
 
+def is_gated(args: Namespace) -> bool:
+    """Whether the rows of linear_fc1 are two halves."""
+    return bool(args.swiglu or getattr(args, "quick_geglu", False))
+
+
 def _halves(name: str, gated: bool) -> bool:
     """Whether each rank has a part of each of two halves."""
     return gated and name.rpartition(".")[0].endswith(".linear_fc1")
@@ -242,4 +247,4 @@ def _of_torch(files: Files, wanted: Callable[[str], bool]) -> Iterator[tuple[str
             copy = full == "output_layer.weight" and not files.args.untie_embeddings_and_output_weights
             if isinstance(tensor, Tensor) and "_extra_state" not in name and wanted(full) and not copy:
                 parts = [states[rank, stage][key][name] for rank in range(ranks)]
-                yield full, joined(full, parts, bool(files.args.swiglu))
+                yield full, joined(full, parts, is_gated(files.args))

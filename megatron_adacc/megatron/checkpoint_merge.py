@@ -81,7 +81,7 @@ def write(base: Files, adapters: Adapters, root: Path) -> None:
 def _write_torch(base: Files, adapters: Adapters, folder: Path) -> None:
     paths = checkpoint_files.rank_files(base.folder)
     ranks = 1 + max(rank for rank, _ in paths)
-    gated = bool(base.args.swiglu)
+    gated = checkpoint_files.is_gated(base.args)
     layers = {}
     for (rank, stage), path in paths.items():
         if rank == 0:

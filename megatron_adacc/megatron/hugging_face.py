@@ -28,6 +28,7 @@ _PLAIN: dict[str, tuple[str, Any]] = {
     "rotary_interleaved": ("--rotary-interleaved", False),
     "softmax_type": ("--softmax-type", "vanilla"),
     "window_size": ("--window-size", None),
+    "quick_geglu": ("--quick-geglu", False),
     "squared_relu": ("--squared-relu", False),
     "apply_residual_connection_post_layernorm": ("--apply-residual-connection-post-layernorm", False),
     "qk_l2_norm": ("--qk-l2-norm", False),

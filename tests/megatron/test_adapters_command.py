@@ -214,6 +214,7 @@ class TestRefusals:
             ({"swiglu": True}, "and SwiGLU"),
             ({"add_bias_linear": False}, "LayerNorm and no SwiGLU"),
             ({"rotary_interleaved": True}, "--rotary-interleaved"),
+            ({"quick_geglu": True}, "--quick-geglu True"),
             ({"num_experts": 8}, "--num-experts 8"),
         ):
             with pytest.raises(ValueError, match=words):
