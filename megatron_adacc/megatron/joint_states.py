@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.read_job import micro_batches
 from megatron_adacc.optim.formats import STATE_BITS
 from megatron_adacc.planner.joint import StateForm
 from megatron_adacc.runtime.state_offer import StateOffer
@@ -56,13 +57,12 @@ def offer(optimizers: Sequence[StateAdamW], args: Namespace, groups: Sequence[di
             f"{len(optimizers)} (experts have their own): give --adacc-state-limit."
         )
     forms = [StateForm(0, 0.0)] if not optimizers else _forms(optimizers[0], waiting)
-    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
 
     def allow(allowed: int) -> None:
         for one in optimizers:
             one.allow(allowed - waiting)
 
-    return StateOffer(exact, _largest(forms, groups), args.adacc_state_price, micro_batches, workspace, allow)
+    return StateOffer(exact, _largest(forms, groups), args.adacc_state_price, micro_batches(args), workspace, allow)
 
 
 def chosen_jointly(args: Namespace) -> bool:
