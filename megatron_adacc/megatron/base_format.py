@@ -116,7 +116,8 @@ class BaseFormat:
         args = self._args
         sequences = _sequences(args) if args.adacc_base in CALIBRATED else None
         weights = {id(p): (weakref.ref(p), p.nbytes) for chunk in chunks for p in chunk.parameters()}
-        made = base_layers.quantize(chunks, args.adacc_base, sequences, args.micro_batch_size)
+        with base_layers.without_gathering(model):
+            made = base_layers.quantize(chunks, args.adacc_base, sequences, args.micro_batch_size)
         gc.collect()
         kept = {id(p) for chunk in chunks for p in chunk.parameters()}
         gone = [each for key, each in weights.items() if key not in kept]

@@ -9,6 +9,7 @@ data-parallel ranks take the codes of the first of them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -93,6 +94,18 @@ def quantize(chunks: Sequence[Any], format: str, sequences: Tensor | None, micro
     if sequences is not None:
         _from_first_copy(list(made.values()))
     return made
+
+
+@contextlib.contextmanager
+def without_gathering(model: Sequence[Any]) -> Iterator[None]:
+    """Inside, the hooks are away by which DDP (--overlap-param-gather) fetches parameters before each module: it has
+    one for each module, and knows no module that comes later."""
+    with contextlib.ExitStack() as stack:
+        for chunk in model:
+            if getattr(chunk, "use_forward_hook", False) and chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook(param_sync=False)
+                stack.callback(chunk.enable_forward_pre_hook)
+        yield
 
 
 def _inside(name: str, chunk: nn.Module) -> bool:
