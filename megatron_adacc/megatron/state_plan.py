@@ -135,7 +135,8 @@ class StateAdamW(BlockAdamW):
                 self.set_layout(parameter, 32)
             return
         names = {str(index): parameter for index, parameter in enumerate(self.parameters())}
-        fixed: dict[str, int | list[int]] = {name: self._floors.get(id(p), 4) for name, p in names.items()}
+        # Small ones keep 32 bits: an update of few blocks costs its calls, many more than in 32 bits.
+        fixed: dict[str, int | list[int]] = {name: self.bits_of(p, 4) for name, p in names.items()}
         apply(self, propose(self, names, self._limit_bytes, PrecisionPolicy(fixed)))
         say(f"optimizer state after {self._steps} steps: {self.shares()}, {written_bytes(self.state_bytes())}")
 

@@ -131,12 +131,11 @@ def test_a_checkpoint_goes_on_without_us_and_comes_back(train, tmp_path):
 @pytest.mark.parametrize(
     ("parallel", "kind"),
     [
-        ("tensor", {}),
         ("tensor", DELAYED),
         ("pipeline", {**DELAYED, "num_layers": 4}),
         ("pipeline", {"fp16": True, "initial_loss_scale": 2**10}),
     ],
-    ids=["tensor", "tensor-delayed", "pipeline-delayed", "pipeline-fp16"],
+    ids=["tensor-delayed", "pipeline-delayed", "pipeline-fp16"],
 )
 def test_what_two_ranks_share_stays_alike(train, tmp_path, parallel, kind):
     """Norm weights on tensor-parallel ranks; the embedding that first and last stage have in common."""
@@ -175,14 +174,13 @@ def test_what_two_ranks_share_stays_alike(train, tmp_path, parallel, kind):
 @pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2}], ids=["dp", "tp"])
 def test_the_distributed_optimizer_resumes_and_goes_to_another_number_of_ranks(train, tmp_path, layout):
     settings = {"adacc_state_plan": "8", "use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
-    settings |= {"lr_decay_iters": 6, "fp16": True, "initial_loss_scale": 2**10, **MODEL}
+    settings |= {"lr_decay_iters": 6, **FP16, **MODEL, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     folder = tmp_path / "saved"
-    whole = train(ranks=2, iterations=6, **layout, **settings)
+    whole = train(ranks=2, iterations=6, save=folder, save_interval=3, **layout, **settings)
     assert whole.code == 0, whole.text[-3000:]
     assert static_share(whole) < (0.85 if not layout else 0.75)  # of a rank: half the moments, but all gradients
-    first = train(ranks=2, iterations=6, exit_interval=3, save=folder, save_interval=3, **layout, **settings)
-    assert first.code == 0, first.text[-3000:]
-    rest = train(ranks=2, iterations=6, load=folder, **layout, **settings)
+    settings |= {"load": folder, "ckpt_step": 3}
+    rest = train(ranks=2, iterations=6, **layout, **settings)
     assert rest.code == 0, rest.text[-3000:]
     assert rest.losses == whole.losses[3:]
     parallel = 2 if layout else 1
@@ -190,9 +188,9 @@ def test_the_distributed_optimizer_resumes_and_goes_to_another_number_of_ranks(t
     own = tensors(counted(parallel), Chunk(2), parallel)
     assert bytes_said(whole) == of_chunk(own, training, 8, tensor_parallel=parallel, rank=0)
     if not layout:
-        alone = train(ranks=1, iterations=6, load=folder, **settings)
+        alone = train(ranks=1, iterations=6, **settings)
         assert alone.code == 0, alone.text[-3000:]
-        assert alone.losses == pytest.approx(whole.losses[3:], abs=1e-3)  # blocks lie elsewhere in a shard of all
+        assert alone.losses == pytest.approx(whole.losses[3:], abs=3e-3)  # blocks lie elsewhere in a shard of all
 
 
 @pytest.mark.parametrize(
@@ -201,6 +199,7 @@ def test_the_distributed_optimizer_resumes_and_goes_to_another_number_of_ranks(t
         ({"adacc_state_plan": "7"}, "--adacc-state-plan is '7', but the known ones are full, 16, 8, 4, auto."),
         ({"adacc_state_plan": "auto"}, "--adacc-state-plan auto needs --adacc-state-limit, such as 60%, or"),
         ({"adacc_state_plan": "8", "adacc_state_limit": "60%"}, "the state plan 8 does not look at it: leave it out."),
+        ({"adacc_state_price": 0.1}, "--adacc-state-price is for --adacc-state-plan auto without --adacc-state-limit"),
         ({"adacc_state_plan": "auto", "adacc_state_limit": "60"}, "--adacc-state-limit is '60', but it is a share of"),
         ({"adacc_state_plan": "8", "optimizer_cpu_offload": True}, "--optimizer-cpu-offload does not know"),
         ({**DELAYED, "use_distributed_optimizer": True}, "and --use-distributed-optimizer divides it: leave out one"),
