@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_adacc.cost.gpt_parameters import Chunk, GptModel, Tensor
-from megatron_adacc.cost.static_memory import StaticBytes, Training, of_chunk, of_elements
+from megatron_adacc.cost.static_memory import StaticBytes, Training, of_elements
 from megatron_adacc.errors import UserError
 
 if TYPE_CHECKING:
@@ -167,25 +167,17 @@ def of_job(job: Job, stage: int, format: str, rank: int, targets: Iterable[str])
     known = {linear.name.rpartition(".")[2] for linear in layer}
     for name in sorted(wanted - known):
         raise UserError(f"An adapter is asked for {name!r}, but the layers have {', '.join(sorted(known))}.")
-    element = job.training.parameter_bytes
-    base = trained = 0
-    adapters = StaticBytes()
-    beside = Adapters(rank, tuple(wanted), format)
-    for chunk, own in zip(job.stages[stage], job.tensors(stage), strict=True):
-        base += beside.base_bytes(layer, chunk, sum(tensor.elements for tensor in own), element)
-        matrices = beside.matrices(layer, chunk.layers)
-        trained += sum(tensor.elements for tensor in matrices)
-        adapters += of_chunk(matrices, job.training)
-    room = job.room(stage)
+    tuned = replace(job, adapters=Adapters(rank, tuple(wanted), format), outer=replace(job.outer, frozen=True))
+    room, frozen = tuned.room(stage), tuned.frozen_bytes(stage)
     in_flight = sum(
         count * chunk.layers for count, chunk in zip(_in_flight(job, stage), job.stages[stage], strict=True)
     )
     return FineTuning(
         parameters=job.parameters(stage),
-        base=base,
-        trained=trained,
-        adapters=adapters,
-        full=room.static,
+        base=frozen,
+        trained=sum(tensor.elements for chunk in tuned.trained(stage) for tensor in chunk),
+        adapters=replace(room.static, parameters=room.static.parameters - frozen),
+        full=job.static_bytes(stage),
         inputs=in_flight * job.outer.boundary_bytes,
         outside=room.fixed_bytes - room.static.total + max(room.transient_bytes, room.end_bytes),
     )

@@ -65,11 +65,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="with a model: where it is trained (default: cuda)"
     )
-    parser.add_argument("--lora-rank", metavar="R", help="train adapters of this rank beside a frozen base")
-    parser.add_argument("--base", metavar="FORMAT", help="with --lora-rank: the base's format (default: 16bit)")
+    # A job's own flags say the same.
     parser.add_argument(
-        "--lora-targets", metavar="NAMES", help="with --lora-rank and a model: layers with an adapter (default: all)"
+        "--lora-rank", "--adacc-lora-rank", metavar="R", help="train adapters of this rank beside a frozen base"
     )
+    parser.add_argument(
+        "--base", "--adacc-base", metavar="FORMAT", help="with --lora-rank: the base's format (default: 16bit)"
+    )
+    parser.add_argument(
+        "--lora-targets", "--adacc-lora-targets", metavar="NAMES",
+        help="with --lora-rank and a model: layers with an adapter (default: all)",
+    )  # fmt: skip
+    for flag in ("--adacc-lora-alpha", "--adacc-base-text"):  # these change no bytes
+        parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - prints them instead of the table")
     parser.set_defaults(arguments=[])
 

@@ -280,7 +280,7 @@ def test_a_fine_tuning_of_a_model_counts_its_matrices(adacc, tmp_path):
     path = tmp_path / "memory.json"
     found = {}
     for base in ("16bit", "nf4"):
-        given = ["--lora-rank", "4", "--base", base, "--lora-targets", "linear_qkv,linear_fc2"]
+        given = ["--adacc-lora-rank", "4", "--adacc-base", base, "--lora-targets", "linear_qkv,linear_fc2"]
         code, text = adacc("memory", *flags, *given, "--json", str(path))
         assert code == 0, text
         (found[base],) = json.loads(path.read_text())["stages"]
