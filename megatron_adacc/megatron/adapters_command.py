@@ -93,7 +93,7 @@ def _export(args: Namespace) -> str:
     adapters = None if args.checkpoint is None else read_adapters(args.checkpoint, args.iteration)
     base = None if args.format == "peft" else _base(args.base, adapters[0] if adapters else None)
     if base is not None and adapters is not None:
-        _say_fewer_bits(adapters[0])
+        _say_other_base(adapters[1])
     with sole_writer(args.output), atomic_folder(args.output) as folder:
         if args.format == "peft":
             assert adapters is not None
@@ -125,16 +125,15 @@ def read_adapters(checkpoint: str, iteration: int | None) -> tuple[Files, Adapte
     state = {} if rank is None else checkpoint_files.whole_model(files, is_adapter)
     if not state:
         raise UserError(f"{checkpoint} holds no adapters: --checkpoint names what a job with --adacc-lora-rank saved.")
-    return files, Adapters(state, files.args.adacc_lora_alpha / rank)
+    return files, Adapters(state, files.args)
 
 
-def _say_fewer_bits(adapters: Files) -> None:
-    """A merged model is not quite what was trained where the base had fewer bits then: say so."""
-    bits = getattr(adapters.args, "adacc_base", None)
-    if bits not in (None, "16bit"):
+def _say_other_base(adapters: Adapters) -> None:
+    """A merged model is not quite what was trained where the base's bits then cannot be made again: say so."""
+    if not adapters.base_is_known:
         say(
-            f"the adapters were trained beside a base in {bits}; they are merged into its weights as the checkpoint "
-            "has them, so that outputs differ by what the fewer bits rounded away"
+            f"the adapters were trained beside a base in {adapters.base_format}; they are merged into its weights as "
+            "the checkpoint has them, so that outputs differ by what the fewer bits rounded away"
         )
 
 

@@ -2,6 +2,10 @@
 
     W = W0 + (alpha / r) B A        in float32, rounded once to W0's dtype
 
+W0 is the weight that the adapters were trained beside: where that had fewer bits and no calibration text made them, it
+is quantized again as each rank did then, and decoded; so are the linear layers without an adapter. The columns of int8
+and the codes of gptq4 came of a text and of the whole model: there W0 is the base's own, and the command says so.
+
 It has the base's format, layout and arguments, and the model alone: an optimizer's state would be that of other
 weights.
 """
@@ -9,7 +13,9 @@ weights.
 from __future__ import annotations
 
 import io
+import re
 import shutil
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,14 +31,54 @@ from megatron_adacc.megatron.checkpoint_files import Files
 _KEPT = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
 
-class Adapters:
-    """``state``: A and B by Megatron's full names, layers numbered through the whole model; ``merged``: the weights
-    that have been merged so far."""
+# Formats of a base that are functions of the weight alone.
+_FROM_WEIGHT = ("nf4", "nf4-double")
+_LINEAR = re.compile(r"decoder\.layers\.\d+\..+\.linear_(qkv|proj|fc1|fc2)\.weight")
 
-    def __init__(self, state: Mapping[str, Tensor], scale: float) -> None:
+
+class Adapters:
+    """``state``: A and B by Megatron's full names, layers numbered through the whole model. ``args``: Megatron's
+    arguments of the job that trained them. ``merged``: the weights that have been merged so far."""
+
+    def __init__(self, state: Mapping[str, Tensor], args: Namespace) -> None:
         self.state = state
-        self._scale = scale
+        self._args = args
+        self._scale = args.adacc_lora_alpha / args.adacc_lora_rank
         self.merged: set[str] = set()
+
+    @property
+    def base_format(self) -> str:
+        """The format of the base that they were trained beside."""
+        return getattr(self._args, "adacc_base", None) or "16bit"
+
+    @property
+    def base_is_known(self) -> bool:
+        """Whether the weights that they were trained beside can be made of the base's."""
+        return self.base_format in ("16bit", *_FROM_WEIGHT)
+
+    def changes(self, name: str) -> bool:
+        """Whether a tensor of this name is another one in the merged model."""
+        return name in self.weights or self._decoded(name)
+
+    def _decoded(self, name: str) -> bool:
+        return self.base_format in _FROM_WEIGHT and _LINEAR.fullmatch(name) is not None
+
+    def _as_used(self, name: str, weight: Tensor, is_part: bool) -> Tensor:
+        """The weight that training used in place of this one, of this one's dtype."""
+        if not self._decoded(name):
+            return weight
+        from megatron_adacc.adapters import frozen
+
+        # A checkpoint of parts can only be loaded by as many ranks: a part is what a rank quantized.
+        ranks = 1 if is_part else self._args.tensor_model_parallel_size
+        gated = checkpoint_files.is_gated(self._args)
+        parts = [
+            frozen.FORMATS[self.base_format](
+                checkpoint_files.part_of(name, weight, rank, ranks, gated).to(self._args.params_dtype)
+            ).dense()
+            for rank in range(ranks)
+        ]
+        return checkpoint_files.joined(name, parts, gated).to(weight.dtype)
 
     @property
     def weights(self) -> set[str]:
@@ -40,12 +86,13 @@ class Adapters:
         return {name.removesuffix("lora_a") + "weight" for name in self.state if name.endswith("lora_a")}
 
     def merge(self, name: str, weight: Tensor, whole: tuple[int, ...] | None = None, part: Any = None) -> Tensor:
-        """The weight of that name with its adapter; without one, the weight itself. Where `weight` is a part of one of
-        shape `whole`, `part` takes it from the whole.
+        """The weight of that name with its adapter; without one, the weight that was used. Where `weight` is a part of
+        one of shape `whole`, `part` takes it from the whole.
 
         Raises UserError where the adapter is not of this weight's shape."""
+        used = self._as_used(name, weight, part is not None)
         if name not in self.weights:
-            return weight
+            return used
         path = name.removesuffix("weight")
         a, b = self.state[f"{path}lora_a"], self.state[f"{path}lora_b"]
         shape = tuple(weight.shape) if whole is None else whole
@@ -56,7 +103,7 @@ class Adapters:
             )
         delta = (b.float() @ a.float()).mul_(self._scale)
         self.merged.add(name)
-        return (weight.float() + (delta if part is None else part(delta))).to(weight.dtype)
+        return (used.float() + (delta if part is None else part(delta))).to(weight.dtype)
 
     def check_all_merged(self) -> None:
         """Raises UserError for an adapter whose weight was not there."""
@@ -96,7 +143,7 @@ def _write_torch(base: Files, adapters: Adapters, folder: Path) -> None:
             model = dict(state[key])
             for name, tensor in model.items():
                 full = checkpoint_files.numbered(name, firsts[chunk, stage])
-                if not isinstance(tensor, Tensor) or full not in adapters.weights:
+                if not isinstance(tensor, Tensor) or not adapters.changes(full):
                     continue
                 shape = list(tensor.shape)
                 dimension = checkpoint_files.divided(full)

@@ -117,19 +117,43 @@ def test_peft_and_transformers_compute_what_megatron_does(model, trained_once, s
         torch.testing.assert_close(again, adapted, rtol=0, atol=2e-5)
 
 
-def test_merging_is_the_modules_own_to_the_bit():
+@pytest.mark.parametrize("base", ["16bit", "nf4-double"])
+def test_merging_is_the_modules_own_to_the_bit(base):
+    """Beside a base of fewer bits, it is what two tensor-parallel ranks used, each its half of the columns."""
     from megatron_adacc.megatron.checkpoint_merge import Adapters
 
+    name = "decoder.layers.0.mlp.linear_fc2"
     layer = nn.ModuleDict({"decoder": nn.Linear(24, 40, dtype=torch.bfloat16)})
     before = layer["decoder"].weight.detach().clone()
+    used = before
+    if base != "16bit":
+        halves = (nn.ModuleDict({"decoder": nn.Linear(12, 40, dtype=torch.bfloat16)}) for _ in range(2))
+        dense = []
+        for half, weight in zip(halves, before.chunk(2, dim=1), strict=True):
+            half["decoder"].weight.data.copy_(weight)
+            (quantized,) = adapters.quantize_base(half, ["decoder"], base).values()
+            dense.append(quantized.dense())
+        used = torch.cat(dense, dim=1)
+        layer["decoder"].weight.data.copy_(used)
     adapters.inject(layer, ["decoder"], rank=RANK, alpha=ALPHA)
     with torch.no_grad():
         layer["decoder"].lora_b.normal_()
-    state = adapters.adapter_state(layer)
+    state = {key.replace("decoder", name): matrix for key, matrix in adapters.adapter_state(layer).items()}
     adapters.merge(layer)
-    found = Adapters(state, ALPHA / RANK).merge("decoder.weight", before)
-    assert torch.equal(found, layer["decoder"].weight)
-    assert not torch.equal(found, before)
+    args = Namespace(
+        adacc_lora_rank=RANK, adacc_lora_alpha=ALPHA, adacc_base=base, tensor_model_parallel_size=2,
+        params_dtype=torch.bfloat16, swiglu=False,
+    )  # fmt: skip
+    found = Adapters(state, args)
+    assert torch.equal(found.merge(f"{name}.weight", before), layer["decoder"].weight)
+    assert not torch.equal(used, layer["decoder"].weight)
+    # As a rank has it, in a file of its own.
+    half = found.merge(f"{name}.weight", before[:, 12:], (40, 24), lambda delta: delta[:, 12:])
+    assert torch.equal(half, layer["decoder"].weight[:, 12:])
+    other = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert torch.equal(found.merge(other, before), before) is (base == "16bit")
+    assert torch.equal(found.merge("output_layer.weight", before), before)
+    found.check_all_merged()
 
 
 @pytest.mark.parametrize("gated", [True, False])
