@@ -80,6 +80,15 @@ def test_flags_of_ours_are_not_repeated():
     assert flags[-2:] == ["--load", "DIR"]
     with pytest.raises(ValueError, match="--load is what --checkpoint says"):
         job_flags(["--load=x"], "DIR")
+    with pytest.raises(ValueError, match="--pretrained-checkpoint is what --base says"):
+        job_flags(["--pretrained-checkpoint", "x"], "DIR")
+
+
+def test_the_base_of_adapters_must_be_there(tmp_path, capsys):
+    task = written(tmp_path, {"text": "a b"})
+    given = ["evaluate", "--task", task, "--checkpoint", str(tmp_path)]
+    assert main([*given, "--base", str(tmp_path / "absent")]) == 2
+    assert f"--base {tmp_path / 'absent'} is no folder" in capsys.readouterr().err
 
 
 def by_hand(state, tokens):
