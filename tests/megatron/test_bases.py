@@ -92,7 +92,8 @@ def one_rank(adapted, folders, tmp_path):
     return made
 
 
-@pytest.mark.parametrize("format", BYTES)
+# nf4-double, on two ranks below.
+@pytest.mark.parametrize("format", ["nf4", "int8", "gptq4"])
 def test_a_plan_changes_no_bit_beside_any_base(format, adapted, one_rank, tmp_path):
     text, losses, folder = one_rank(format)
     run = adapted(format, plan="recompute", save=tmp_path / "ours", save_interval=3, **DROPOUT)
@@ -114,7 +115,7 @@ def test_a_plan_changes_no_bit_beside_any_base(format, adapted, one_rank, tmp_pa
 @pytest.mark.distributed
 @pytest.mark.parametrize(("format", "sequence"), [("nf4-double", False), ("int8", True), ("gptq4", True)])
 def test_two_tensor_parallel_ranks(format, sequence, adapted, one_rank, tmp_path):
-    _, losses, _ = one_rank(format)
+    _, losses, _ = one_rank("nf4" if format == "nf4-double" else format)
     layout = {"ranks": 2, "tensor_model_parallel_size": 2, "sequence_parallel": sequence, **EXACT}
     states = []
     for plan in ("off", "recompute"):
@@ -149,17 +150,16 @@ def test_resuming_quantizes_the_same_base_again_and_refuses_another(adapted, tra
         shutil.rmtree(tmp_path / "c" / f"iter_{iteration:07d}")
     (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text("1")
     assert adapted("gptq4", load=tmp_path / "c", **DROPOUT).losses == losses[1:]
-    (tmp_path / "other.txt").write_text("1 2 3 " * 40)
-    text = {"adacc_base": "gptq4", "adacc_base_text": tmp_path / "other.txt"}
-    for given, words in (
-        ({"adacc_base": "nf4"}, "with --adacc-base gptq4, not nf4"),
-        (text, "calibrated on another text"),
-    ):
-        run = train(
-            pretrained_checkpoint=folders / "base", load=folder, adacc_lora_rank=RANK, report=False, **COMMON, **given
-        )
-        assert run.code == 2, run.text[-3000:]
-        assert words in run.sentence()
+    run = train(
+        pretrained_checkpoint=folders / "base",
+        load=folder,
+        adacc_lora_rank=RANK,
+        adacc_base="nf4",
+        report=False,
+        **COMMON,
+    )
+    assert run.code == 2, run.text[-3000:]
+    assert "with --adacc-base gptq4, not nf4" in run.sentence()
 
 
 def test_a_limit_in_bytes_knows_the_base(trained, tmp_path):
@@ -216,9 +216,25 @@ class TestSentences:
             base_format.complete(args)
             base_format.check(args)
 
-    def test_a_text_that_is_too_short(self, train, tmp_path):
-        (tmp_path / "short.txt").write_text("1 2 3")
-        settings = {"adacc_lora_rank": RANK, "adacc_base": "int8", "adacc_base_text": tmp_path / "short.txt"}
-        run = train(report=False, **COMMON, **settings)
-        assert run.code == 2
-        assert "has 4 tokens, but one sequence has 16" in run.sentence()
+    def test_a_base_that_adapters_were_not_trained_beside(self, args):
+        base_format.complete(args)
+        trained = Namespace(**vars(args))
+        base_format.refuse_other("here", args, trained)
+        for change, words in (
+            ({"adacc_base_digest": "0"}, "calibrated on another text than"),
+            ({"adacc_base": "nf4"}, "with --adacc-base nf4, not gptq4"),
+        ):
+            with pytest.raises(UserError, match=words):
+                base_format.refuse_other("here", args, Namespace(**{**vars(trained), **change}))
+        with pytest.raises(UserError, match="with --adacc-base 16bit, not gptq4"):
+            base_format.refuse_other("here", args, Namespace(adacc_lora_rank=4))
+
+    def test_a_text_is_cut_into_sequences(self, args, monkeypatch):
+        args.seq_length = 4
+        monkeypatch.setattr(base_format, "_tokens", lambda path: iter([[1, 2, 3], [4, 5, 6, 7, 8, 9]]))
+        assert base_format._sequences(args).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+        monkeypatch.setattr(base_format, "SEQUENCES", 1)
+        assert base_format._sequences(args).tolist() == [[1, 2, 3, 4]]
+        args.seq_length = 10
+        with pytest.raises(UserError, match="has 9 tokens, but one sequence has 10"):
+            base_format._sequences(args)
