@@ -213,11 +213,15 @@ class Exchange:
 
     def __call__(self, made: Any, chunks: Sequence[torch.nn.Module]) -> None:
         inner: Any = getattr(made, "optimizer", None)
-        if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and type(inner).__name__ != "FusedAdam":
-            return  # nothing to train on this rank
-        groups = [dict(group) for group in inner.param_groups]
+        adam = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) or type(inner).__name__ == "FusedAdam"
+        groups = [dict(group) for group in inner.param_groups] if adam else []
         parameters = [parameter for group in groups for parameter in group["params"]]
         if not parameters:
+            if self._args.adacc_dgr_group_size > 1 or self._args.adacc_gradient_guard is not None:
+                raise UserError(
+                    "--adacc-dgr-group-size and --adacc-gradient-guard need something to train on every rank, but this "
+                    "one has nothing: leave them out, or divide the layers otherwise."
+                )
             return
         # A float32 main copy does not have all attributes of the model's own parameter.
         own = dict(_copies(made))
