@@ -38,7 +38,7 @@ SETTINGS = {
 }
 VOCABULARY = 1024
 # Adapters are trained with a higher rate than all parameters are, as is usual.
-RATES = {"pretrain": 1e-3, "full": 3e-4, "adapters": 2e-3}
+RATES = {"full": 3e-4, "adapters": 2e-3}
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ .*lm loss: ([0-9.E+-]+)")
 VALIDATION = re.compile(r"validation loss at iteration \d+ .*lm loss value: ([0-9.E+-]+)")
 KIB = 1024
@@ -71,7 +71,7 @@ def command(run: str, options: argparse.Namespace, report: Path) -> list[str]:
     settings = yaml.safe_load((ROOT / "configs" / "gpt_demo.yaml").read_text()) | SETTINGS
     pretraining = run == "pretrain"
     iterations = options.pretrain if pretraining else options.iterations
-    settings["lr"] = RATES.get(run, RATES["adapters"])
+    settings["lr"] = options.pretrain_lr if pretraining else RATES.get(run, RATES["adapters"])
     settings["min-lr"] = settings["lr"] / 10
     data, base = options.out / "data", options.out / "base"
     tokens = [
@@ -151,10 +151,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pretrain", type=int, default=600, metavar="N", help="steps that make the base")
+    parser.add_argument("--pretrain-lr", type=float, default=1e-3, metavar="LR", help="their largest learning rate")
     parser.add_argument("--iterations", type=int, default=300, metavar="N", help="steps of each fine-tuning")
     parser.add_argument("--rank", type=int, default=16, metavar="R")
     parser.add_argument("--eval-iters", type=int, default=50, metavar="N")
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
+    parser.add_argument("--no-full", action="store_true", help="leave the training of all parameters out")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "finetuning", metavar="DIR")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -162,7 +164,7 @@ def main() -> None:
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         base = train("pretrain", options, progress)
-        rows = [train(run, options, progress) for run in ("full", *options.bases)]
+        rows = [train(run, options, progress) for run in (*(() if options.no_full else ("full",)), *options.bases)]
     (options.out / "finetuning.json").write_text(json.dumps([base, *rows], indent=1) + "\n")
     sys.stdout.write(f"the base's loss on the second half, first batch: {rows[0]['first_loss']:.4f}\n{table(rows)}\n")
 
