@@ -143,9 +143,10 @@ class AdaptiveHandle:
 
     def _check(self, news: News) -> None:
         news.slow = self.policy.auto is not None and self._clock.times > SLOW
-        findings = [finding for finding in self.monitor.judge() if finding.changed]
+        found = self.monitor.judge()
+        findings = [finding for finding in found if finding.changed]
         self.monitor.disarm()
-        self.monitor.place_lists({f.key: f.listed.channels for f in findings if f.listed is not None})
+        self.monitor.place_lists({f.key: f.listed.channels for f in found if f.listed is not None})
         for finding in findings:
             if finding.error_grew:
                 site = finding.key.site

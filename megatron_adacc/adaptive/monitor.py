@@ -8,8 +8,10 @@ For each lossily held buffer of each layer:
     error     sqrt( mean over channels c of |x'_c - x_c|^2 / |x_c|^2 ),   x' = decode(encode(x)), channels along the
               last dimension, those that are zero or not finite left out; of a sample of x's rows
 
-A list whose overlap is too small gives way to the channels of highest z, as many as before, so no bytes change. An
-error that has grown by more than a factor since the list was made, or since the last such finding, is a finding too.
+A list whose overlap is too small gives way to the channels of highest z, as many as before, so no bytes change. Where
+that happens in more than PERSISTENT checks in a row, the outliers are those of a batch, not of the training: the list
+still gives way, but that is no change any more which calls for another check at once, until a list has lasted.
+An error that has grown by more than a factor since the list was made, or since the last such finding, is a finding too.
 
 Watching replaces the programs' entries for the step; in all other steps the pack hook runs what it always ran.
 """
@@ -43,6 +45,8 @@ ERROR_SAMPLE = 2**14
 # in each step, and separating a channel of less than twice the mean does not make its group's scale much smaller.
 LEAST_RATIO = 2.0
 
+PERSISTENT = 3
+
 
 @dataclass(frozen=True, order=True)
 class Key:
@@ -58,7 +62,7 @@ class Finding:
     """What a check found of one buffer.
 
     ``overlap``, ``listed`` (the new outlier channels; None: as before) and ``without_column`` (outliers beyond the
-    columns) are of buffers with outlier columns only.
+    columns) are of buffers with outlier columns only; ``moves``: checks in a row in which the list gave way.
     ``error``: of this check; ``reference``: what it is compared with."""
 
     key: Key
@@ -69,10 +73,11 @@ class Finding:
     error: float
     reference: float
     error_grew: bool
+    moves: int = 0
 
     @property
     def changed(self) -> bool:
-        return self.listed is not None or self.error_grew
+        return (self.listed is not None and self.moves <= PERSISTENT) or self.error_grew
 
 
 @dataclass
@@ -97,6 +102,7 @@ class Monitor:
         self._armed: list[tuple[Program, tuple[Entry, ...]]] = []
         self._seen: dict[Key, _Seen] = {}
         self.references: dict[Key, float] = {}
+        self.moves: dict[Key, int] = {}
         self._shared_at = 0
 
     def arm(self) -> None:
@@ -207,11 +213,12 @@ class Monitor:
         error = error if math.isfinite(error) else 0.0
         reference = self.references.get(key, error)
         grew = error > self._config.error_band * reference > 0
-        if listed is not None:
+        moves = self.moves[key] = 0 if listed is None else self.moves.get(key, 0) + 1
+        if 0 < moves <= PERSISTENT:
             self.references.pop(key, None)  # the next check sees what the new list makes of it
         else:
             self.references[key] = error if grew else reference
-        return Finding(key, overlap, listed, in_use, without_column, error, reference, grew)
+        return Finding(key, overlap, listed, in_use, without_column, error, reference, grew, moves)
 
     def _reduce(self, group: dist.ProcessGroup) -> None:
         """Add statistics and average errors over the ranks that saw the same; one that saw less adds zeros."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_adacc.adaptive.monitor import Finding
+from megatron_adacc.adaptive.monitor import PERSISTENT, Finding
 
 
 @dataclass
@@ -76,4 +76,7 @@ def changes(finding: Finding) -> list[str]:
     new, old = set(finding.listed.channels), set(finding.before.channels)
     more = f", no column for {finding.without_column} more" if finding.without_column else ""
     where = f"layer {finding.key.place} {finding.key.site}"
-    return [f"{where}: channels in {sorted(new - old)}, out {sorted(old - new)}{more}"]
+    found = [f"{where}: channels in {sorted(new - old)}, out {sorted(old - new)}{more}"]
+    if finding.moves == PERSISTENT:
+        found.append(f"{where}: others in {PERSISTENT} checks in a row, so that another change of them is no news")
+    return found

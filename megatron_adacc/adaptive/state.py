@@ -38,6 +38,7 @@ def state_of(handle: AdaptiveHandle) -> dict[str, Any]:
         "errors": {} if change is None else dict(change.errors),
         "loss": handle.loss_watch.to_data(),
         "references": [[k.place, k.site, k.channels, error] for k, error in handle.monitor.references.items()],
+        "moves": [[k.place, k.site, k.channels, moves] for k, moves in handle.monitor.moves.items() if moves],
         "lists": [
             [place, key.site, key.codec.name, key.channels, list(state.channels)]
             for place, forward in enumerate(handle.attached.forwards)
@@ -57,6 +58,8 @@ def load_state(handle: AdaptiveHandle, state: Mapping[str, Any]) -> None:
         limit = None if state["limit"] is None else Limit.from_data(state["limit"])
         more_bytes, errors = int(state["more_bytes"]), {str(k): float(v) for k, v in state["errors"].items()}
         references = {Key(p, s, c): float(error) for p, s, c, error in state["references"]}
+        # Checkpoints of before have none.
+        moves = {Key(p, s, c): int(count) for p, s, c, count in state.get("moves", ())}
         lists: dict[int, dict[tuple[str, str, int], list[int]]] = {}
         for place, site, codec, channels, listed in state["lists"]:
             lists.setdefault(int(place), {})[site, codec, int(channels)] = [int(channel) for channel in listed]
@@ -78,4 +81,4 @@ def load_state(handle: AdaptiveHandle, state: Mapping[str, Any]) -> None:
     for place, forward in enumerate(handle.attached.forwards):
         handle.attached.states.give(forward.module, lists.get(place, {}))
     handle.steps, handle.schedule, handle.decisions, handle.loss_watch = steps, schedule, decisions, loss
-    handle.monitor.references = references
+    handle.monitor.references, handle.monitor.moves = references, moves

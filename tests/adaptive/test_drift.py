@@ -9,6 +9,7 @@ from drifting import HIDDEN, ROWS, Stack, grow, train
 
 from megatron_adacc import enable_memory_optim
 from megatron_adacc.adaptive.controller import AdaptiveHandle
+from megatron_adacc.adaptive.monitor import Key
 
 CHANNEL, GROWS_AT, NEXT_CHECK = 77, 40, 64
 NORM = "norm/native_layer_norm.0"
@@ -101,3 +102,30 @@ def test_it_is_one_log_line(caplog):
     lines = [r.getMessage() for r in caplog.records if r.name == "megatron_adacc.adaptive.controller"]
     assert lines == [str(handle.decisions[0])]
     assert lines[0].startswith(f"step 5: layer 0 {NORM}: 0% of its outliers were in the outlier columns")
+
+
+def test_outliers_of_every_batch_do_not_keep_the_monitor_busy():
+    """Another channel is large in every step: no list can last, so looking every step would be for nothing."""
+    model, checks = Stack(1), []
+
+    def move(step: int) -> None:
+        if 1 < step <= 41:
+            grow(model.layers[0], 7 * (step - 1) % HIDDEN, 1 / 20)
+        if step <= 40:
+            grow(model.layers[0], 7 * step % HIDDEN, 20)
+        if step == 41:
+            grow(model.layers[0], 5, 20)  # for good
+
+    with enable_memory_optim(model, {"warmup_steps": 0, "max_interval": 8}) as handle:
+
+        def end(loss: torch.Tensor) -> None:
+            handle.step(loss)
+            checks.append(handle.schedule.next_check)
+
+        train(model, range(1, 61), end, move)
+        lists = handle.outlier_lists()
+        assert (5 in lists[0, NORM], handle.monitor.moves[Key(0, NORM, HIDDEN)]) == (True, 0)
+    moved = [d for d in handle.decisions if "of its outliers" in d.why[0]]
+    assert len(moved) == 3
+    assert "so that another change of them is no news" in moved[-1].changed[1]
+    assert len(set(checks)) < 20
