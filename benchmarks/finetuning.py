@@ -1,6 +1,6 @@
-"""Full fine-tuning, LoRA, and LoRA on bases of fewer bits: a small GPT of the demo's kind on real text.
+"""Full fine-tuning, LoRA, and LoRA on bases of fewer bits: the demo's GPT, or a small one of its kind, on real text.
 
-    python benchmarks/finetuning.py [--pretrain 600] [--iterations 300] [--rank 16] [--out runs/finetuning]
+    python benchmarks/finetuning.py [--demo] [--pretrain 600] [--iterations 300] [--rank 16] [--out runs/finetuning]
 
 The GPT is trained from random weights on one half of the source of Python's standard library, the files by name, and
 then fine-tuned on the other, which it has not seen. Each run in a process of its own, one thread, fp32, no dropout, on
@@ -10,11 +10,9 @@ process's CPU, as other work on the machine lengthens the clock's. Prints a tabl
 
 import argparse
 import json
-import os
 import random
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,20 +21,20 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megatron_adacc.child import Child
+
 ROOT = Path(__file__).resolve().parent.parent
 BASES = ("16bit", "nf4", "nf4-double", "int8", "gptq4")
 CALIBRATED = ("int8", "gptq4")
-SETTINGS = {
+SETTINGS = {"attention-dropout": 0.0, "hidden-dropout": 0.0, "lr-warmup-iters": 20}
+SMALL = {
     "num-layers": 4,
     "hidden-size": 128,
     "num-attention-heads": 4,
     "seq-length": 128,
     "max-position-embeddings": 128,
-    "attention-dropout": 0.0,
-    "hidden-dropout": 0.0,
-    "lr-warmup-iters": 20,
 }
-VOCABULARY = 1024
+VOCABULARY = {"small": 1024, "demo": 8192}
 # Adapters are trained with a higher rate than all parameters are, as is usual.
 RATES = {"full": 3e-4, "adapters": 2e-3}
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ .*lm loss: ([0-9.E+-]+)")
@@ -44,7 +42,7 @@ VALIDATION = re.compile(r"validation loss at iteration \d+ .*lm loss value: ([0-
 KIB = 1024
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, vocabulary: int) -> None:
     """A tokenizer of the whole text, and a data set of each half; text.jsonl is of the second, to calibrate with."""
     from megatron_adacc.atomic import atomic_folder, sole_writer
     from megatron_adacc.megatron import text_dataset
@@ -56,12 +54,12 @@ def prepare(folder: Path) -> None:
     texts = [text for path in files if (text := Path(path).read_text(encoding="utf-8", errors="replace"))]
     halves = {"first": texts[: len(texts) // 2], "second": texts[len(texts) // 2 :]}
     with sole_writer(folder), atomic_folder(folder) as made:
-        tokenizer = text_dataset.train_tokenizer(texts, VOCABULARY)
+        tokenizer = text_dataset.train_tokenizer(texts, vocabulary)
         text_dataset.save_tokenizer(tokenizer, made / "tokenizer")
         for name, half in halves.items():
             # Megatron takes its validation set from the end.
             random.Random(1234).shuffle(half)
-            text_dataset.write(made / name, text_dataset.encode(half, tokenizer), VOCABULARY)
+            text_dataset.write(made / name, text_dataset.encode(half, tokenizer), vocabulary)
         lines = (json.dumps({"text": text}) for text in halves["second"][: len(halves["second"]) // 2])
         (made / "text.jsonl").write_text("\n".join(lines) + "\n")
 
@@ -69,6 +67,7 @@ def prepare(folder: Path) -> None:
 def command(run: str, options: argparse.Namespace, report: Path) -> list[str]:
     """The training of one run: "pretrain", "full" or a base's format."""
     settings = yaml.safe_load((ROOT / "configs" / "gpt_demo.yaml").read_text()) | SETTINGS
+    settings |= {} if options.demo else SMALL
     pretraining = run == "pretrain"
     iterations = options.pretrain if pretraining else options.iterations
     settings["lr"] = options.pretrain_lr if pretraining else RATES.get(run, RATES["adapters"])
@@ -103,19 +102,14 @@ def train(run: str, options: argparse.Namespace, progress: Progress) -> dict[str
         validations = [float(match[1]) for match in VALIDATION.finditer(log.read_text())]
     else:
         task = progress.add_task(run, total=iterations)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MEASURED": str(measured)}
-        process = subprocess.Popen(
-            tokens, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )  # fmt: skip
-        assert process.stdout is not None
-        with log.open("w") as copy:
-            for line in process.stdout:
-                copy.write(line)
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MEASURED": str(measured)}
+        with Child(tokens, environment, log) as job:
+            for line in job.lines():
                 if match := ITERATION.search(line):
                     progress.update(task, completed=int(match[1]))
                 if match := VALIDATION.search(line):
                     validations.append(float(match[1]))
-        if process.wait() or not validations:
+        if job.code or not validations:
             raise SystemExit(f"{run} did not end well: see {log}")
     found = json.loads(measured.read_text())
     content = json.loads(report.read_text())
@@ -150,6 +144,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", action="store_true", help="configs/gpt_demo.yaml at its own size, without dropout")
     parser.add_argument("--pretrain", type=int, default=600, metavar="N", help="steps that make the base")
     parser.add_argument("--pretrain-lr", type=float, default=1e-3, metavar="LR", help="their largest learning rate")
     parser.add_argument("--iterations", type=int, default=300, metavar="N", help="steps of each fine-tuning")
@@ -160,7 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "finetuning", metavar="DIR")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    prepare(options.out / "data")
+    prepare(options.out / "data", VOCABULARY["demo" if options.demo else "small"])
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         base = train("pretrain", options, progress)
