@@ -100,6 +100,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__)
     parser.add_argument("--iterations", type=int, default=30, metavar="N", help="iterations for each plan")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", metavar="DIR", help="where to write")
+    parser.add_argument(
+        "--plans", nargs="+", choices=PLANS, default=PLANS, metavar="PLAN", help="off and full always run"
+    )
     parser.add_argument("--data", type=Path, metavar="DIR", help="train on what `adacc prepare-data` wrote there")
     args = parser.parse_args()
     if args.iterations < 1:
@@ -112,9 +115,10 @@ def main() -> int:
     if args.data is None and (code := prepare(data, console)):
         return code
     rows: list[dict] = []
-    for plan in PLANS:
+    plans = [plan for plan in PLANS if plan in {"off", "full", *args.plans}]
+    for plan in plans:
         # auto gets the memory that full recompute was seen to need, and little more: it keeps dropout masks as bits.
-        limit = f"{int(1.05 * rows[PLANS.index('full')]['peak_bytes'])}B" if plan == "auto" else None
+        limit = f"{int(1.05 * rows[plans.index('full')]['peak_bytes'])}B" if plan == "auto" else None
         rows.append(train(plan, limit, args.iterations, data, args.output, console))
     write_text(args.output / "summary.json", json.dumps(rows, indent=1) + "\n")
     console.print(table(rows))

@@ -10,6 +10,7 @@ Runs scripts/setup.sh, ruff check, ruff format --check, mypy, and pytest, a work
   scripts/test.sh                       everything
   scripts/test.sh tests/test_cli.py -x  one file, stop at the first failure
   scripts/test.sh -m "not distributed"  without the tests that start several processes
+  scripts/test.sh -m slow               further layouts, formats and precisions, which are left out otherwise
 The last line is pytest's own summary; the exit code is that of the first step that failed.
 TEXT
     exit 0

@@ -26,11 +26,58 @@ FIRST = (
 )
 
 
+# Marked `slow`: further layouts, formats and precisions of what another case of the same test shows at every run.
+SLOW = (
+    "kernels/test_offline.py::test_every_kernel_compiles[all]",
+    "megatron/test_adaptation.py::test_a_checkpoint_of_another_layout_is_said_not_to_fit",
+    "megatron/test_adaptation.py::test_a_lossy_run_resumes_with_the_losses_of_one_never_stopped[torch_dist-stops1]",
+    "megatron/test_adaptation.py::test_two_ranks_with_a_lossy_plan_decide_alike_and_resume_exactly[dp]",
+    "megatron/test_adaptation.py::test_two_ranks_with_a_lossy_plan_decide_alike_and_resume_exactly[pp]",
+    "megatron/test_auto.py::test_16_bits[bf16]",
+    "megatron/test_auto.py::test_auto_leaves_the_checkpoint_of_a_plain_run[data]",
+    "megatron/test_auto.py::test_auto_leaves_the_checkpoint_of_a_plain_run[tensor]",
+    "megatron/test_auto.py::test_predicted_peak_is_met_from_above[sequence]",
+    "megatron/test_auto.py::test_predicted_peak_is_met_from_above[tensor]",
+    "megatron/test_auto.py::test_ranks_with_other_timings_hold_the_first_ones_plan[data]",
+    "megatron/test_bases.py::test_a_plan_changes_no_bit_beside_any_base[int8]",
+    "megatron/test_bases.py::test_two_tensor_parallel_ranks[int8-True]",
+    "megatron/test_bases.py::test_two_tensor_parallel_ranks[nf4-double-False]",
+    "megatron/test_checkpoint.py::test_a_resumed_run_has_the_losses_of_an_uninterrupted_one[full-distributed-optimizer]",
+    "megatron/test_evaluate.py::test_scores_are_those_of_the_model[tensor-parallel]",
+    "megatron/test_faults.py::test_a_step_that_was_refused_memory_runs_again_with_the_same_bits[1]",
+    "megatron/test_faults.py::test_a_step_that_was_refused_memory_runs_again_with_the_same_bits[40]",
+    "megatron/test_faults.py::test_all_ranks_drop_a_step_in_which_one_held_too_much[dp]",
+    "megatron/test_fsdp.py::test_megatrons_own_gathers[layers]",
+    "megatron/test_fsdp.py::test_torch_fsdp2_under_a_lossy_plan_in_16_bits",
+    "megatron/test_lora.py::test_two_ranks_train_the_adapters_of_one[gpt-sequence]",
+    "megatron/test_parallel.py::test_two_ranks_agree_with_one[full-*",
+    "megatron/test_plans.py::test_recompute_leaves_the_checkpoint_of_a_plain_run[gpt-tensor]",
+    "megatron/test_plans.py::test_recompute_leaves_the_checkpoint_of_a_plain_run[llama-interleaved]",
+    "megatron/test_plans.py::test_recompute_leaves_the_checkpoint_of_a_plain_run[llama-pipeline]",
+    "megatron/test_plans.py::test_recompute_leaves_the_checkpoint_of_a_plain_run[llama-sequence]",
+    "megatron/test_run.py::test_dropout_on_tensor_parallel_ranks_is_that_of_a_real_device[False]",
+    "megatron/test_state_plan.py::test_a_resumed_run_has_the_losses_of_one_never_stopped_or_killed[fp32]",
+    "megatron/test_state_plan.py::test_what_two_ranks_share_stays_alike[pipeline-fp16]",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first (scripts/test.sh has xdist keep this order), and `gpu` skipped where there is none."""
+    mark_slow(items)
     order = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(FIRST)))
     skip_without_gpu(items)
+
+
+def mark_slow(items: list[pytest.Item]) -> None:
+    """Mark the tests of SLOW; a star at the end of an entry stands for anything."""
+    folder = Path(__file__).parent
+    names = {item: f"{item.path.relative_to(folder).as_posix()}::{item.nodeid.rpartition('::')[2]}" for item in items}
+    for entry in SLOW:
+        for item, name in names.items():
+            if name == entry or (entry.endswith("*") and name.startswith(entry[:-1])):
+                item.add_marker(pytest.mark.slow)
 
 
 def skip_without_gpu(items: list[pytest.Item]) -> None:

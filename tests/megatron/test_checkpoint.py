@@ -45,7 +45,7 @@ def test_a_checkpoint_loads_without_us(trained, tmp_path):
         "import sys, torch; sys.modules['megatron_adacc'] = None\n"
         f"args = torch.load({str(path)!r}, weights_only=False)['args']\n"
         "assert type(args.adacc_plan) is str and args.adacc_plan == 'full'\n"
-        "assert {type(v) for k, v in vars(args).items() if k.startswith('adacc')} <= {str, float, type(None)}\n"
+        "assert {type(v).__module__ for k, v in vars(args).items() if k.startswith('adacc')} == {'builtins'}\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
     assert b"megatron_adacc" not in pickle_strings(path)
