@@ -4,10 +4,9 @@
                                 [--batch 4]
 
 The two-layer stack of benchmarks/engine.py, one thread. Plans: keep, recompute, and random ones that keep, recompute
-or (masks) store as bits each saved buffer. Priced: the prices of the ops that the plan runs again and of its codecs,
-summed over the layers: what the solver goes by. Tried: by what auto does with the plan it has chosen
-(runtime/trial.py). Measured: the plan's step and the plain step take turns; the median of the differences in CPU
-seconds, which a machine that others use too disturbs least, and their quartiles.
+or (masks) store as bits each saved buffer. Predicted: the prices of the ops that the plan runs again and of its
+codecs, summed over the layers. Measured: the plan's step and the plain step take turns; the median of the
+differences in CPU seconds, which a machine that others use too disturbs least, and their quartiles.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ from megatron_adacc.graph.recipes import group_recipes
 from megatron_adacc.graph.replay import torch_dtype
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.planner import Action, Compress, LayerPlan, Plan, Recompute
-from megatron_adacc.runtime.traces import LookedAt
-from megatron_adacc.runtime.trial import Trial, tried
 
 MIN_BYTES = 1024
 
@@ -71,18 +68,6 @@ def predicted_us(sample: Sample, prices: MeasuredPrices, plan: LayerPlan) -> flo
             read_by_groups = sum(b in group.sources for group in groups)
             total += price.encode_us + price.decode_us * (1 + read_by_groups)
     return total
-
-
-def trials_of(variant: Variant, x: Tensor) -> list[Trial]:
-    """A trial of each layer's plan, with the call of a step."""
-    assert variant.handle is not None
-    calls: list[LookedAt] = []
-    for cache in variant.handle.caches:
-        cache.look = calls.append
-    variant.step(x)
-    for cache in variant.handle.caches:
-        cache.look = None
-    return [tried(call.program.apart(), call.module, call.rehearsal) for call in calls]
 
 
 def plan_of(actions: tuple[tuple[str, Action], ...], graph: LayerGraph, name: str) -> Plan:
@@ -122,7 +107,6 @@ def main() -> None:
     draw = random.Random(0)
     variants: list[Variant] = [Variant("plain", stack, plain)]
     predictions: dict[str, float] = {}
-    trials: dict[str, float] = {}
     for name in ("keep", "recompute", *(f"random {i}" for i in range(options.plans))):
         layers = copy.deepcopy(stack)
         made: Any = name if not name.startswith("random") else plan_of(random_actions(sample, draw), sample.graph, name)
@@ -131,7 +115,6 @@ def main() -> None:
             variant.step(x)
         assert variant.handle is not None
         predictions[name] = options.layers * predicted_us(sample, prices, variant.handle.plan.layers[0])
-        trials[name] = sum(trial.added_us for trial in trials_of(variant, x))
         variants.append(variant)
     plain_seconds: list[float] = []
     added: dict[str, list[float]] = {v.name: [] for v in variants[1:]}
@@ -143,14 +126,14 @@ def main() -> None:
     step = statistics.median(plain_seconds)
     predicted_step = options.layers * prices.step_us(sample.graph) / 1e6
     out.write(f"plain step: {step:.3f} s; predicted {predicted_step:.3f} s; load {os.getloadavg()[0]:.1f}\n\n")
-    out.write("| plan | priced ms | tried ms | measured ms | quartiles | priced | tried / measured | % of plain |\n")
-    out.write("|---|---|---|---|---|---|---|---|\n")
+    out.write("| plan | predicted ms | measured ms | quartiles | predicted / measured | % of plain |\n")
+    out.write("|---|---|---|---|---|---|\n")
     for name, predicted in predictions.items():
         low, middle, high = statistics.quantiles(added[name], n=4)
-        ratios = [f"{us / 1e3 / middle:.2f}" if predicted else "" for us in (predicted, trials[name])]
+        ratio = f"{predicted / 1e3 / middle:.2f}" if predicted else ""
         out.write(
-            f"| {name} | {predicted / 1e3:.1f} | {trials[name] / 1e3:.1f} | {middle:.1f} | {low:.1f} .. {high:.1f} | "
-            f"{ratios[0]} | {ratios[1]} | {100 * middle / 1e3 / step:.1f} |\n"
+            f"| {name} | {predicted / 1e3:.1f} | {middle:.1f} | {low:.1f} .. {high:.1f} | {ratio} | "
+            f"{100 * middle / 1e3 / step:.1f} |\n"
         )
 
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import torch.distributed as dist
-from torch import nn
 
 from megatron_adacc.cost.measured import Shared
 from megatron_adacc.cost.rehearsal import Rehearsal
@@ -29,7 +28,6 @@ from megatron_adacc.runtime.agree import check_equal, first_rank_says
 from megatron_adacc.runtime.attach import MIN_BYTES
 from megatron_adacc.runtime.auto import Auto
 from megatron_adacc.runtime.policy import CODEC_OF_ROLE, CompressAll, FromPlan, Policy, RecomputeAll, fitting
-from megatron_adacc.runtime.program import Program
 
 CODEC_OF_LEVEL = MappingProxyType({
     "outlier_separated": "outlier_int4",
@@ -170,9 +168,6 @@ class Staged:
     def begin(self, places: tuple[int, ...]) -> None:
         with self._lossy_where_nothing_fits():
             self.current.begin(places)
-
-    def try_out(self, programs: Sequence[Program], module: nn.Module, rehearsal: Rehearsal, together: bool) -> None:
-        self.current.try_out(programs, module, rehearsal, together)
 
     @contextlib.contextmanager
     def _lossy_where_nothing_fits(self) -> Iterator[None]:

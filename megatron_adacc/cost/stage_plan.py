@@ -114,8 +114,7 @@ class Prediction:
 @dataclass(frozen=True)
 class StagePlan:
     """A solved stage. ``predictions``: of no plan, of full recompute, and of this one, in this order. ``facts``,
-    ``problem`` and ``solution`` say why. ``tried_us``: microseconds of one micro-batch under the plan, by a trial of
-    its layers; None where not all were tried."""
+    ``problem`` and ``solution`` say why."""
 
     plan: Plan
     predictions: tuple[Prediction, ...]
@@ -124,7 +123,6 @@ class StagePlan:
     limit: Limit
     limit_bytes: int
     problem: Problem
-    tried_us: float | None = None
 
     @property
     def predicted(self) -> Prediction:

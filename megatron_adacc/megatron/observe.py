@@ -194,7 +194,7 @@ class Observer:
             return
         own: dict[str, Any] | None = {} if self._handle is None else None
         if self._handle is not None and (stage := self._handle.stage) is not None:
-            own = {"limit_bytes": stage.limit_bytes, **asdict(stage.predicted), "tried_us": stage.tried_us}
+            own = {"limit_bytes": stage.limit_bytes, **asdict(stage.predicted)}
         found: list[dict[str, Any] | None] = [None] * ranks
         torch.distributed.all_gather_object(found, own)
         if None not in found:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,19 +32,14 @@ from megatron_adacc.errors import UserError
 from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.graph.verify import Evidence
-from megatron_adacc.planner import Action, LayerPlan, Plan
+from megatron_adacc.planner import LayerPlan, Plan
 from megatron_adacc.runtime.policy import RecomputeAll, fitting
-from megatron_adacc.runtime.program import Program
 from megatron_adacc.runtime.setting import Setting
 from megatron_adacc.runtime.stage_solver import StageSolver
-from megatron_adacc.runtime.trial import Trial, tried
 
 logger = logging.getLogger(__name__)
 
 ERROR_SECONDS = 5.0  # for measuring what lossy actions cost, a layer class
-TRIAL_SECONDS = 2.0  # for trying the plans of a layer class
-
-Actions = tuple[tuple[str, Action], ...]
 
 # A layer that has not settled after others, which have, began this many forwards is not waited for.
 PATIENCE = 3
@@ -80,7 +75,6 @@ class Auto:
     _plans: dict[int, LayerPlan] = field(default_factory=dict)  # by place
     _begun: dict[tuple[int, ...], int] = field(default_factory=dict)
     _measured: MeasuredPrices | None = None
-    _trials: dict[tuple[str, Actions], Trial] = field(default_factory=dict)  # by fingerprint and actions
 
     def __post_init__(self) -> None:
         self.solver = StageSolver(self.setting)
@@ -127,34 +121,6 @@ class Auto:
             self._facts[name] = self._learn(sample, rehearsal, shared)
             self.startup_seconds += time.perf_counter() - start
         self._cover_with(better)
-
-    def try_out(self, programs: Sequence[Program], module: nn.Module, rehearsal: Rehearsal, together: bool) -> None:
-        """Try the plans of a layer class as soon as there are any: what a step takes under them is then known better
-        than the sum of their ops' prices says."""
-        if self.stage is None:
-            return
-        start = time.perf_counter()
-        seconds = TRIAL_SECONDS / max(1, len(programs))
-        for program in programs:
-            with self.setting.preserve():
-                trial = tried(program.apart(), module, rehearsal, together, seconds)
-            self._trials[fingerprint(program.graph), program.plan.actions] = trial
-        self.stage = replace(self.stage, tried_us=self._tried_us(self.stage))
-        self.startup_seconds += time.perf_counter() - start
-
-    def _tried_us(self, stage: StagePlan) -> float | None:
-        """One micro-batch under the plan; None where a layer that the plan slows was not tried."""
-        added = 0.0
-        for answer in stage.solution.layers:
-            fact = stage.facts[answer.class_index]
-            actions = fact.problem.layer_plan(answer.actions, None).actions
-            trial = self._trials.get((fingerprint(fact.problem.graph), actions))
-            if trial is not None:
-                # As a share: the layer's own step was timed at another moment.
-                added += fact.step_us * trial.added_us / trial.plain_us
-            elif answer.outcome.cost_us:
-                return None
-        return stage.predictions[0].step_us + added
 
     def join(self, place: int, graph: LayerGraph) -> None:
         """Solve again where the layer was taken for another. Raises UserError where no plan fits."""
@@ -244,7 +210,7 @@ class Auto:
 
     def forget(self) -> None:
         """Learn all layers anew as they are traced again; until then everything that can be is recomputed."""
-        self._facts, self._cover, self._plans, self._begun, self._trials = {}, {}, {}, {}, {}
+        self._facts, self._cover, self._plans, self._begun = {}, {}, {}, {}
         self._solved_for, self.stage = None, None
         self.solver.change.errors = {}
         self.generation += 1
@@ -255,7 +221,7 @@ class Auto:
         self.solver.change.more_bytes = other.solver.change.more_bytes
 
     def _take(self, stage: StagePlan) -> None:
-        self.stage = replace(stage, tried_us=self._tried_us(stage))
+        self.stage = stage
         self._plans = {}
         for fact in stage.facts:
             graph = fact.problem.graph

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
-
-from torch import nn
+from typing import Protocol
 
 from megatron_adacc.cost.layer_problem import held_anyway
 from megatron_adacc.cost.measured import Shared
@@ -20,9 +18,6 @@ from megatron_adacc.graph.recipes import group_recipes
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.graph.verify import Evidence, is_dense
 from megatron_adacc.planner import Action, Compress, Keep, LayerPlan, Plan, Recompute
-
-if TYPE_CHECKING:
-    from megatron_adacc.runtime.program import Program
 
 BITMASK = Compress("bitmask")
 DIRECT_INT4 = Compress("group_int4", (("scale", "paper"),))
@@ -69,10 +64,6 @@ class Policy(Protocol):
     def begin(self, places: tuple[int, ...]) -> None:
         """The first of these layers begins a forward."""
 
-    def try_out(self, programs: Sequence[Program], module: nn.Module, rehearsal: Rehearsal, together: bool) -> None:
-        """The programs of a trace that has settled are compiled. ``rehearsal``: of the call of ``module`` that
-        settled it. ``together``: all ranks that share the layer's collectives are here."""
-
 
 class FixedPolicy:
     """A policy that needs to learn nothing."""
@@ -93,9 +84,6 @@ class FixedPolicy:
 
     def begin(self, places: tuple[int, ...]) -> None:
         """Nothing changes."""
-
-    def try_out(self, programs: Sequence[Program], module: nn.Module, rehearsal: Rehearsal, together: bool) -> None:
-        """Nothing is tried."""
 
 
 @dataclass(frozen=True)

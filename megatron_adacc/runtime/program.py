@@ -205,10 +205,6 @@ class Program:
             case _:
                 return KeepEntry(pack, buffer, is_source)
 
-    def apart(self) -> Program:
-        """The same, with what codecs know about buffers apart: to be tried without a trace in the training."""
-        return Program(self.graph, self.plan, self.context, self.constants, CodecStates(), self._mask_state)
-
     def warm_up(self) -> None:
         """Compile what the codecs of the plan need, so that nothing compiles later."""
         encoding = [e for e in self.entries if isinstance(e, EncodeEntry)]

@@ -53,9 +53,6 @@ def stage_report(stage: StagePlan) -> str:
         rows.append(
             (one.name, written_bytes(one.held_bytes), written_bytes(one.peak_bytes), f"{one.step_us / 1e3:.1f}", share)
         )
-    if stage.tried_us is not None:
-        share = f"{stage.tried_us / plain:.3f}" if plain else ""
-        rows.append((f"{stage.predicted.name}, tried", "", "", f"{stage.tried_us / 1e3:.1f}", share))
     lines = [
         f"plan {stage.plan.name}, limit {stage.limit}: {stage.verdict}, solved in "
         f"{stage.solution.solver_seconds:.2f} s; predicted for one micro-batch of these layers:",

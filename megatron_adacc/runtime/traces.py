@@ -225,7 +225,6 @@ class TraceCache:
             trace.programs, trace.by_layer = {}, {}
             program = self.program(trace, layer)
             self._warm_up(trace)
-            self._policy.try_out(list(trace.programs.values()), module, rehearsal, shared is not None)
             for buffer, external in traced.externals.items():
                 if buffer not in constants.tensors:
                     external.weaken()
