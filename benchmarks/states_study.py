@@ -11,7 +11,6 @@ the clock's. Writes states.json.
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -20,8 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
+from drift import SMOOTH, smooth
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_adacc.child import Child
 
 ROOT = Path(__file__).resolve().parent.parent
 ARMS = {
@@ -41,7 +43,6 @@ SMALLER = {
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ .*lm loss: ([0-9.E+-]+)")
 VALIDATION = re.compile(r"validation loss at iteration \d+ .*lm loss value: ([0-9.E+-]+)")
 STATIC = re.compile(r"static bytes .* \(([0-9.]+)%\)")
-SMOOTH = 20
 
 
 @dataclass
@@ -79,27 +80,18 @@ def command(arm: str, seed: int, options: argparse.Namespace, report: Path) -> l
 def run(arm: str, seed: int, options: argparse.Namespace, progress: Progress) -> Outcome:
     stem = options.out / f"{arm}-{seed}"
     report, log, times = (stem.with_suffix(end) for end in (".json", ".log", ".times"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CPU_TIMES": str(times), "HF_HUB_OFFLINE": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "CPU_TIMES": str(times), "HF_HUB_OFFLINE": "1"}
     task = progress.add_task(f"{arm}, seed {seed}", total=options.iterations)
     found, share = None, 1.0
-    process = subprocess.Popen(
-        command(arm, seed, options, report),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    with log.open("w") as copy:
-        for line in process.stdout:
-            copy.write(line)
+    with Child(command(arm, seed, options, report), environment, log) as job:
+        for line in job.lines():
             if match := ITERATION.search(line):
                 progress.update(task, completed=int(match[1]))
             if match := VALIDATION.search(line):
                 found = float(match[1])
             if match := STATIC.search(line):
                 share = float(match[1]) / 100
-    if process.wait() or found is None:
+    if job.code or found is None:
         raise SystemExit(f"{arm}, seed {seed}, did not end well: see {log}")
     losses = [row["lm_loss"] for row in json.loads(report.read_text())["iterations"]]
     return Outcome(arm, seed, losses, found, share, json.loads(times.read_text()))
@@ -120,11 +112,6 @@ def table(outcomes: list[Outcome]) -> str:
         )
     lines.append(f"\nmean difference {statistics.mean(differences):+.3%}")
     return "\n".join(lines)
-
-
-def smooth(values: list[float]) -> list[float]:
-    windows = (values[max(0, i - SMOOTH + 1) : i + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
 
 
 def draw(outcomes: list[Outcome], path: Path) -> None:

@@ -66,22 +66,26 @@ SLOW = (
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first (scripts/test.sh has xdist keep this order), and `gpu` skipped where there is none."""
-    mark_slow(items)
+    mark_slow(items, whole_files=not any("::" in argument for argument in config.args))
     order = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(FIRST)))
     skip_without_gpu(items)
 
 
-def mark_slow(items: list[pytest.Item]) -> None:
-    """Mark the tests of SLOW; a star at the end of an entry stands for anything."""
+def mark_slow(items: list[pytest.Item], whole_files: bool) -> None:
+    """Mark the tests of SLOW; a star at the end of an entry stands for anything. An entry for a test that its file no
+    longer has is an error: under another name it would run every time, unseen."""
     folder = Path(__file__).parent
     names = {item: f"{item.path.relative_to(folder).as_posix()}::{item.nodeid.rpartition('::')[2]}" for item in items}
     for entry in SLOW:
-        for item, name in names.items():
-            if name == entry or (entry.endswith("*") and name.startswith(entry[:-1])):
-                item.add_marker(pytest.mark.slow)
+        found = [i for i, n in names.items() if n == entry or (entry.endswith("*") and n.startswith(entry[:-1]))]
+        for item in found:
+            item.add_marker(pytest.mark.slow)
+        file = entry.partition("::")[0]
+        if whole_files and not found and any(name.startswith(f"{file}::") for name in names.values()):
+            raise pytest.UsageError(f"tests/conftest.py: SLOW names {entry}, and there is no such test in its file.")
 
 
 def skip_without_gpu(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from adapter_blocks import ROWS, WIDTH, Block, model, trained_b
 from torch import nn
 
 from megatron_adacc import adapters, attach
@@ -18,7 +19,6 @@ from megatron_adacc.errors import UserError
 from megatron_adacc.planner import Recompute
 from megatron_adacc.runtime.cpu_peak import CpuPeak
 
-ROWS, WIDTH = 64, 32
 NONE = torch.tensor([], dtype=torch.int64)
 # What it takes to make a weight of a format, in tests of what all formats share.
 MAKE = {
@@ -27,31 +27,6 @@ MAKE = {
     "int8": lambda weight: frozen.Int8Weight(weight, NONE),
     "gptq4": lambda weight: frozen.GptqWeight(weight, torch.eye(weight.shape[1])),
 }
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-def model(layers=2):
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(layers)))
-
-
-def trained_b(network):
-    """B as after some training: not zero."""
-    generator = torch.Generator().manual_seed(1)
-    for module in adapters.adapted_modules(network).values():
-        module.lora_b.data.normal_(generator=generator)
-    return network
 
 
 def inputs():
