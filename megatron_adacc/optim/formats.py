@@ -7,7 +7,7 @@ exponent byte for s and one for q (8 and 4 bits only).
     32     v itself, float32                                  m itself, float32
     16     s in bfloat16                                      m itself, bfloat16
      8     e4m3 code of s / 2^e                               e4m3 code of q / 2^e
-     4     level j:  s = 2^(e/2) 2^(-j/2),  j = 0 .. 14       k / 7 of 2^(e/4),  k = -7 .. 7
+     4     level j:  v = s^2 = 2^(e-j),  j = 0 .. 14          k / 7 of 2^(e/4),  k = -7 .. 7
 
 Why so. The update is m / sqrt(v): an error of m matters relative to the s of the same element, and one scale a
 block suits q, which is of order one everywhere, where it would not suit m. A small s must not become 0, or the
@@ -20,6 +20,10 @@ the same numbers whatever the block's largest element is, so a new exponent move
 
 inf and NaN: q holds NaN (e4m3's NaN; code -8), s holds inf (e4m3's NaN; level 15), which is what AdamW's m and v
 become; NaN in v alone does not occur. A v that has become inf keeps m at 0: AdamW's update m / inf.
+
+The arithmetic is written for vector units, to which torch.compile gives it: a number is rounded on its float32
+pattern, where adding random bits below the last kept one and cutting them off rounds up with the right chance. 4-bit
+levels are powers of two in v, so they are v's own exponent.
 """
 
 import torch
@@ -33,7 +37,7 @@ STATE_BITS = (32, 16, 8, 4)
 
 _E4M3_NAN = 0x7F
 _E4M3_TOP = 0x7E  # 448
-_LOWEST_BINADE = 121  # 2^-6 as float32's exponent bits say it
+_SMALLEST_NORMAL = 2.0**-6  # of e4m3; below it codes are 2^-9 apart, as they are in the binade above it
 ZERO_BLOCK = -128  # exponent of a 4-bit block of s that is all zero
 _LAST_LEVEL = 14
 _INF_LEVEL = 15
@@ -79,19 +83,17 @@ def decode(
     assert v_exponent is not None
     if bits == 8:
         s = _e4m3_values(v) * _power_of_two(v_exponent)
-        s = torch.where((v & 0x7F) == _E4M3_NAN, torch.inf, s)
         q = _e4m3_values(m) * _power_of_two(m_exponent)
-        spoiled = (m & 0x7F) == _E4M3_NAN
-    else:
-        level = _unpack(v, width)
-        s = torch.exp2((v_exponent.to(torch.float32).unsqueeze(1) - level.to(torch.float32)) * 0.5)
-        s = torch.where((v_exponent == ZERO_BLOCK).unsqueeze(1), 0.0, s)
-        s = torch.where(level == _INF_LEVEL, torch.inf, s)
-        code = (_unpack(m, width) ^ 8) - 8
-        q = code.to(torch.float32) * (torch.exp2(m_exponent.to(torch.float32) * 0.25) * (1.0 / 7.0)).unsqueeze(1)
-        spoiled = code == _NAN_CODE
-    value = torch.where(spoiled, torch.nan, torch.where(s == torch.inf, 0.0, q * s))
-    return value, s * s
+        whole = s == s
+        value = torch.where(whole, s, 0.0)
+        return q * value, torch.where(whole, s * s, torch.inf)
+    level, code = _unpack(v, width), (_unpack(m, width) ^ 8) - 8
+    value = _power_of_two_of(v_exponent.to(torch.int32).unsqueeze(1) - level)
+    value = torch.where((v_exponent == ZERO_BLOCK).unsqueeze(1), 0.0, value)
+    q = code.to(torch.float32) * (torch.exp2(m_exponent.to(torch.float32) * 0.25) * (1.0 / 7.0)).unsqueeze(1)
+    known = level != _INF_LEVEL
+    q = torch.where(code == _NAN_CODE, torch.nan, q) * torch.where(known, torch.sqrt(value), 0.0)
+    return q, torch.where(known, value, torch.inf)
 
 
 def encode(
@@ -122,25 +124,59 @@ def encode(
         return
     assert m_exponent is not None
     assert v_exponent is not None
-    if bits == 8:
-        v_codes, exponents = _encode_e4m3(s, v_word, root=True)
-        read_back = _e4m3_values(v_codes) * _power_of_two(exponents)
-    else:
-        v_codes, exponents = _encode_levels(s, v_word)
-        read_back = torch.exp2((exponents.to(torch.float32).unsqueeze(1) - v_codes.to(torch.float32)) * 0.5)
-    v_exponent.copy_(exponents)
+    (_encode_8 if bits == 8 else _encode_4)(m_value, v_value, s, m, v, m_exponent, v_exponent, m_word, v_word)
+
+
+def _encode_8(
+    m_value: Tensor,
+    v_value: Tensor,
+    s: Tensor,
+    m: Tensor,
+    v: Tensor,
+    m_exponent: Tensor,
+    v_exponent: Tensor,
+    m_word: Tensor | None,
+    v_word: Tensor | None,
+) -> None:
+    exponent = _e4m3_exponent(_largest(s))
+    scaled = torch.where(s < torch.inf, s, 0.0) * _power_of_two(-exponent)
+    codes = _e4m3_codes(scaled, v_word, root=True).clamp_max(_E4M3_TOP)
+    codes = torch.maximum(codes, (s > 0.0).to(torch.int32))
+    back = _e4m3_values(codes.to(torch.uint8)) * _power_of_two(exponent)
+    # s' > s / 2, however s was rounded: with room for twice the largest m / s no q can leave the range.
+    largest = _largest(m_value / s)
+    q_exponent = _e4m3_exponent(2.0 * largest)
     # Where s is 0, m is 0 or so small that AdamW's eps drowns it; inf and NaN times 0 are NaN, as they should be.
-    known = (v_value > 0.0) & (v_value < torch.inf) & (read_back > 0.0)
-    q = torch.where(known, (m_value / read_back).clamp(-_LARGEST_Q, _LARGEST_Q), m_value * 0.0)
-    if bits == 8:
-        m_codes, exponents = _encode_e4m3(q, m_word, root=False)
-        m.copy_(m_codes.to(torch.uint8))
-        v.copy_(v_codes.to(torch.uint8))
-    else:
-        m_codes, exponents = _encode_linear(q, m_word)
-        m.copy_(_pack(m_codes))
-        v.copy_(_pack(v_codes))
-    m_exponent.copy_(exponents)
+    q = m_value * torch.where((s > 0.0) & (s < torch.inf), 1.0 / back, 0.0)
+    magnitude = q.abs() * _power_of_two(-q_exponent)
+    q_codes = _e4m3_codes(magnitude.clamp_max(448.0), m_word, root=False).clamp_max(_E4M3_TOP)
+    q_codes = torch.where(magnitude < torch.inf, q_codes, _E4M3_NAN)
+    m.copy_((q_codes | ((q < 0.0).to(torch.int32) << 7)).to(torch.uint8))
+    v.copy_(torch.where(s < torch.inf, codes, _E4M3_NAN).to(torch.uint8))
+    m_exponent.copy_(q_exponent)
+    v_exponent.copy_(exponent)
+
+
+def _encode_4(
+    m_value: Tensor,
+    v_value: Tensor,
+    s: Tensor,
+    m: Tensor,
+    v: Tensor,
+    m_exponent: Tensor,
+    v_exponent: Tensor,
+    m_word: Tensor | None,
+    v_word: Tensor | None,
+) -> None:
+    levels, exponents = _encode_levels(v_value, v_word)
+    back = torch.sqrt(_power_of_two_of(exponents.unsqueeze(1) - levels))
+    q = m_value * torch.where((v_value > 0.0) & (v_value < torch.inf), 1.0 / back, 0.0)
+    q = torch.where(q.abs() < torch.inf, q.clamp(-_LARGEST_Q, _LARGEST_Q), torch.nan)
+    codes, q_exponents = _encode_linear(q, m_word)
+    m.copy_(_pack(codes))
+    v.copy_(_pack(levels))
+    m_exponent.copy_(q_exponents)
+    v_exponent.copy_(exponents)
 
 
 def _unit(word: Tensor) -> Tensor:
@@ -163,63 +199,58 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, float32 [blocks, 1], for int8 or int32 exponents >= -126."""
-    return ((exponent.to(torch.int32).clamp_min(-126) + 127) << 23).view(torch.float32).unsqueeze(1)
+    """2^exponent, float32 [blocks, 1], for int8 or int32 exponents [blocks] >= -126."""
+    return _power_of_two_of(exponent.to(torch.int32).clamp_min(-126)).unsqueeze(1)
+
+
+def _power_of_two_of(exponent: Tensor) -> Tensor:
+    """2^exponent, float32, for int32 exponents from -126 to 127."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def _e4m3_values(codes: Tensor) -> Tensor:
-    """float32 of e4m3 codes (OCP 8-bit floating point: bias 7, no inf); the NaN codes give 480."""
-    code = codes.to(torch.int32)
-    magnitude = code & 0x7F
-    normal = ((magnitude + 960) << 20).view(torch.float32)
-    value = torch.where(magnitude < 8, magnitude.to(torch.float32) * 2.0**-9, normal)
-    return torch.where(code > 0x7F, -value, value)
+    """float32 of e4m3 codes, uint8 (OCP 8-bit floating point: bias 7, no inf); the NaN codes give NaN."""
+    return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def _encode_e4m3(x: Tensor, word: Tensor | None, *, root: bool) -> tuple[Tensor, Tensor]:
-    """int32 codes [blocks, width] and int32 exponents [blocks]; the largest element lies in (224, 448] 2^e.
-
-    `root`: x is a square root: rounding is unbiased in its square, and what is not zero gets a code that is not.
-    """
-    pattern = _largest(x).view(torch.int32)
+def _e4m3_exponent(largest: Tensor) -> Tensor:
+    """int32 exponents e [blocks] so that the largest element of a block, float32 [blocks], is in (224, 448] 2^e."""
+    pattern = largest.view(torch.int32)
     exponent = (pattern >> 23) - 135 + ((pattern & 0x7FFFFF) > 0x600000).to(torch.int32)
-    exponent = exponent.clamp(-100, 100)
-    finite = x.abs() < torch.inf
-    y = torch.where(finite, x.abs(), 0.0) / _power_of_two(exponent)
-    # float32's exponent, no lower than that of e4m3's subnormals; y counts `steps` of that binade's distance of codes.
-    binade = (y.view(torch.int32) >> 23).clamp_min(_LOWEST_BINADE)
-    steps = y * ((257 - binade) << 23).view(torch.float32)
+    return exponent.clamp(-100, 100)
+
+
+def _e4m3_codes(x: Tensor, word: Tensor | None, *, root: bool) -> Tensor:
+    """int32 codes of x [blocks, width], 0 <= x <= 448. `root`: x is a square root, and unbiased its square."""
+    if word is None:
+        return x.to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
+    subnormal = x < _SMALLEST_NORMAL
+    shifted = torch.where(subnormal, x + _SMALLEST_NORMAL, x)
+    pattern = shifted.view(torch.int32)
+    zero = torch.where(subnormal, 121 << 3, 120 << 3)  # what a pattern without its last 20 bits has too much
+    if not root:
+        return ((pattern + ((word << 4) | 8)) >> 20) - zero
+    # In distances of codes x lies `share` above `whole`; x^2 has the share s (2 w + s) / (2 w + 1) of its distance.
+    steps = ((pattern & 0x7FFFFF) | 0x41000000).view(torch.float32)
     whole = torch.floor(steps)
     share = steps - whole
-    if word is None:
-        odd = (whole.to(torch.int32) & 1) == 1
-        up = (share > 0.5) | ((share == 0.5) & odd)
-    else:
-        # Unbiased in the square: the share of y^2 between whole^2 and (whole + 1)^2.
-        up = _unit(word) < (share * (2.0 * whole + share) / (2.0 * whole + 1.0) if root else share)
-    code = ((binade - _LOWEST_BINADE) << 3) + whole.to(torch.int32) + up.to(torch.int32)
-    code = code.clamp_max(_E4M3_TOP)
-    if root:
-        code = torch.where(y > 0.0, code.clamp_min(1), code)
-    code = torch.where(finite, code, _E4M3_NAN)
-    return torch.where(x < 0.0, code | 0x80, code), exponent
+    twice = 2.0 * whole - torch.where(subnormal, 16.0, 0.0)
+    up = _unit(word) * (twice + 1.0) < share * (twice + share)
+    return (pattern >> 20) - zero + up.to(torch.int32)
 
 
-def _encode_levels(s: Tensor, word: Tensor | None) -> tuple[Tensor, Tensor]:
-    """int32 levels [blocks, width] of s >= 0 and int32 exponents [blocks], ZERO_BLOCK where all is zero."""
-    largest = _largest(s)
-    # What log2 is off by must not lift the exponent of a block whose largest element is on a level.
-    exponent = torch.ceil(torch.log2(largest.clamp_min(2.0**-48)) * 2.0 - 1e-3).clamp_max(127.0)
-    depth = exponent.unsqueeze(1) - 2.0 * torch.log2(s.clamp_min(2.0**-126))
-    depth = depth.clamp(0.0, 1.0 * _LAST_LEVEL)
-    above = torch.floor(depth)
-    share = depth - above
-    # v is 2^-share between the levels 1 and 1/2: unbiased in v if the upper one has chance 2 2^-share - 1.
-    down = share > 0.5 if word is None else _unit(word) > torch.exp2(1.0 - share) - 1.0
-    level = (above.to(torch.int32) + down.to(torch.int32)).clamp_max(_LAST_LEVEL)
-    level = torch.where(s < torch.inf, level, _INF_LEVEL)
-    empty = (largest == 0.0) & (torch.where(s == torch.inf, 1.0, 0.0).amax(1) == 0.0)
-    return level, torch.where(empty, ZERO_BLOCK, exponent.to(torch.int32))
+def _encode_levels(v: Tensor, word: Tensor | None) -> tuple[Tensor, Tensor]:
+    """int32 levels [blocks, width] of v >= 0 and int32 exponents [blocks], ZERO_BLOCK where all is zero."""
+    finite = v < torch.inf
+    pattern = v.view(torch.int32)
+    top = torch.where(finite, pattern, 0).amax(1)
+    exponent = (((top + 0x7FFFFF) >> 23) - 127).clamp(-96, 127)
+    # v is 2^k (1 + f): unbiased if 2^(k + 1) has the chance f; the nearest s, by ratio, if 1 + f is above sqrt(2).
+    added = 0x800000 - 0x3504F4 if word is None else (word << 7) | 64
+    level = exponent.unsqueeze(1) + 127 - ((pattern + added) >> 23)
+    level = torch.where(finite, level.clamp(0, _LAST_LEVEL), _INF_LEVEL)
+    empty = (top == 0) & (torch.where(v == torch.inf, 1, 0).amax(1) == 0)
+    return level, torch.where(empty, ZERO_BLOCK, exponent)
 
 
 def _encode_linear(q: Tensor, word: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -244,5 +275,6 @@ def _pack(codes: Tensor) -> Tensor:
 
 def _unpack(packed: Tensor, width: int) -> Tensor:
     """The unsigned codes, int32 [blocks, width]."""
-    code = packed.to(torch.int32)
-    return torch.cat([code & 15, code >> 4], 1)[:, :width]
+    # A shift that depends on the half, not a concatenation: compiled, that asks for each element which half it is in.
+    shift = torch.arange(2, dtype=torch.int32, device=packed.device).view(1, 2, 1) * 4
+    return ((packed.to(torch.int32).unsqueeze(1) >> shift) & 15).flatten(1)[:, :width]

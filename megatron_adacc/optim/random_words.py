@@ -22,7 +22,7 @@ def key_tensor(seed: int, parameter: int, step: int, start: int, device: torch.d
 def words(key: Tensor, shape: torch.Size) -> Tensor:
     """Random int32 of this shape for the positions from key[2] on."""
     position = torch.arange(shape.numel(), dtype=torch.int32, device=key.device).view(shape) + key[2]
-    return _mix(_mix(position ^ key[0]) ^ key[1])
+    return _mix((position + key[1]) ^ key[0])
 
 
 def _mix(word: Tensor) -> Tensor:

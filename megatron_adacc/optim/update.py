@@ -54,7 +54,7 @@ class Constants:
             1 - self.beta1,
             self.beta2,
             1 - self.beta2,
-            self.root_correction,
+            1 / self.root_correction,
             self.eps,
             self.step_size,
         ]
@@ -114,11 +114,11 @@ def _update(
     m_exponent, v_exponent = rest[:2] if exponents else (None, None)
     constants, key = rest[-2:]
     assert constants is not None
-    decay, take_m, keep_v, take_v, root_correction, eps, step_size = constants.unbind(0)
+    decay, take_m, keep_v, take_v, per_root, eps, step_size = constants.unbind(0)
     m_value, v_value = decode(bits, m, v, m_exponent, v_exponent, weight.shape[1])
     gradient = grad.to(torch.float32)
     m_value = m_value + take_m * (gradient - m_value)
     v_value = keep_v * v_value + take_v * (gradient * gradient)
-    update = m_value / (torch.sqrt(v_value) / root_correction + eps)
+    update = m_value / (torch.sqrt(v_value) * per_root + eps)
     weight.copy_(weight * decay - step_size * update)
     encode(bits, m_value, v_value, m, v, m_exponent, v_exponent, None if key is None else words(key, weight.shape))
