@@ -83,6 +83,13 @@ class AdaccFlags:
     """Delayed updates: layers in N groups, of which each step updates one with the mean of its gradients since its last
     turn. Default: 1, as without (docs/states.md)."""
 
+    adacc_dgr_offload: bool = False
+    """With --adacc-dgr-group-size: Adam's moments are on the device for the group that is updated next, and all others
+    in pinned host memory, without CUDA in a file. Changes no bit (docs/states.md)."""
+
+    adacc_dgr_offload_dir: str | None = field(default=None, metadata={"argparse_meta": {"type": str, "metavar": "DIR"}})
+    """The folder of that file. Default: the system's for temporary files."""
+
     adacc_gradient_guard: str | None = field(
         default=None, metadata={"argparse_meta": {"type": str, "choices": list(state_flags.GUARDS)}}
     )

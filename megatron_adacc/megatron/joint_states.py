@@ -49,7 +49,7 @@ def offer(optimizers: Sequence[StateAdamW], args: Namespace, groups: Sequence[di
     workspace = max(_WHOLE * largest + _PART * min(largest, _PART_ELEMENTS), _BLOCK_BYTES * blocks)
     waiting = sum(one.delayed_bytes() for one in optimizers)
     if not chosen_jointly(args):
-        settled = sum(one.limit_bytes or one.state_bytes() for one in optimizers) + waiting
+        settled = sum(_settled(one) for one in optimizers) + waiting
         return StateOffer(exact, _largest([StateForm(settled, 0.0)], groups), 0.0, 1, workspace, lambda allowed: None)
     if len(optimizers) > 1:
         raise UserError(
@@ -63,6 +63,15 @@ def offer(optimizers: Sequence[StateAdamW], args: Namespace, groups: Sequence[di
             one.allow(allowed - waiting)
 
     return StateOffer(exact, _largest(forms, groups), args.adacc_state_price, micro_batches(args), workspace, allow)
+
+
+def _settled(optimizer: StateAdamW) -> int:
+    """Bytes of m and v on the device at most, whatever the bits of the blocks become."""
+    if optimizer.away is None:
+        return optimizer.limit_bytes or optimizer.state_bytes()
+    if optimizer.limit_bytes is None:
+        return optimizer.most_device_bytes()
+    return min(optimizer.limit_bytes, optimizer.exact_device_bytes())
 
 
 def chosen_jointly(args: Namespace) -> bool:

@@ -24,7 +24,7 @@ from megatron_adacc.cost.in_flight import heaviest
 from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.static_memory import OPTIMIZERS, PRECISIONS, StaticBytes, Training, of_elements
 from megatron_adacc.errors import UserError
-from megatron_adacc.megatron import memory_finetuning, state_bytes
+from megatron_adacc.megatron import delayed_bytes, memory_finetuning, state_bytes
 from megatron_adacc.megatron.trace_flags import flags_of_file, parse_known
 
 PROGRAM = "adacc memory"
@@ -47,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "adacc memory --params N [--optimizer adam|sgd] [--precision fp32|fp16|bf16] [--world N] [--zero 0|1|2|3]\n"
         f"                    [{_FP32_GRADIENTS}]\n"
         "       adacc memory [--config FILE] [--micro-batch N] [--world N] [--device cuda|cpu] [Megatron's flags]\n"
+        "       adacc memory ... --adacc-dgr-group-size N [--adacc-dgr-offload]\n"
         "       adacc memory ... --lora-rank R [--base 16bit|nf4|nf4-double|int8|gptq4] [--lora-targets NAMES]"
     )
     parser.description = "Say what parameters, gradients and optimizer state need on each rank."
@@ -181,6 +182,7 @@ def _of_job(own: Namespace, rest: list[str]) -> dict[str, Any]:
         {
             **_stage(stage, job.parameters(stage), job.static_bytes(stage)),
             **state_bytes.of_stage(job, stage, job.static_bytes(stage)),
+            **delayed_bytes.of_stage(args, job, stage, job.static_bytes(stage)),
             **_outside(job, stage),
         }
         for stage in range(len(job.stages))
@@ -231,6 +233,7 @@ def _show(content: dict[str, Any]) -> None:
     add("in all", [stage["total_bytes"] for stage in stages], "bold", each=True)
     table.add_row("in GiB", *(f"{stage['total_bytes'] / GIB:.2f}" for stage in stages))
     state_bytes.add_rows(table, stages, alone)
+    delayed_bytes.add_rows(table, stages, alone)
     table.add_section()
     if "layers" in stages[0]:
         table.add_row("[bold]outside the layers[/bold]")

@@ -115,7 +115,8 @@ def offline_flags(given: Sequence[str]) -> tuple[list[str], list[str]]:
         for flag in flags.split():
             parser.add_argument(f"--{flag}", **how)
     for own in dataclasses.fields(AdaccFlags):
-        parser.add_argument(f"--{own.name.replace('_', '-')}")
+        how = {"action": "store_true"} if own.default is False else {}
+        parser.add_argument(f"--{own.name.replace('_', '-')}", **how)
     _, kept = parse_known(parser, given)
     kept = completed(kept, "Offline planning", "configs/gpt_345m.yaml", _REQUIRED)
     names = {token.split("=")[0] for token in kept if token.startswith("--")}

@@ -3,6 +3,8 @@
     optim:
       macro_architecture: true              delayed group updates
       group_size: 6                         --adacc-dgr-group-size, where the command line has none
+      offload: true                         --adacc-dgr-offload
+      offload_dir: /scratch                 --adacc-dgr-offload-dir, where the command line has none
       precision_policy: {text: fp16}        the fewest bits of Adam's moments: fp32, fp16, fp8, fp4, or a list by layer
 
 A policy is a floor: under --adacc-state-plan 8 a parameter of fp16 has 16 bits. `text` is all of a GPT; of other
@@ -19,7 +21,7 @@ from megatron_adacc.errors import UserError
 
 SECTION = "optim"
 _BITS = {"fp32": 32, "fp16": 16, "fp8": 8, "fp4": 4}
-_NAMES = ("macro_architecture", "group_size", "precision_policy")
+_NAMES = ("macro_architecture", "group_size", "offload", "offload_dir", "precision_policy")
 
 
 def section_of(path: str) -> dict[str, Any]:
@@ -40,15 +42,21 @@ def _checked(found: Any) -> dict[str, Any]:
     for name in found:
         if name not in _NAMES:
             raise UserError(f"{SECTION} has no setting {name!r}; there are {', '.join(_NAMES)}.")
-    if not isinstance(found.get("macro_architecture", True), bool):
-        raise UserError(f"macro_architecture has to be true or false; it is {found['macro_architecture']!r}.")
+    for name in ("macro_architecture", "offload"):
+        if not isinstance(found.get(name, True), bool):
+            raise UserError(f"{name} has to be true or false; it is {found[name]!r}.")
+    if not isinstance(found.get("offload_dir", ""), str):
+        raise UserError(f"offload_dir has to be the path of a folder; it is {found['offload_dir']!r}.")
     size = found.get("group_size", 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UserError(f"group_size has to be a whole number of groups, 1 or more; it is {size!r}.")
     if found.get("macro_architecture") and "group_size" not in found:
         raise UserError("macro_architecture needs group_size, the number of groups.")
-    if "group_size" in found and not found.get("macro_architecture"):
-        raise UserError("group_size is for macro_architecture: true; add that, or leave group_size out.")
+    for name in ("group_size", "offload"):
+        if found.get(name) and not found.get("macro_architecture"):
+            raise UserError(f"{name} is for macro_architecture: true; add that, or leave {name} out.")
+    if "offload_dir" in found and not found.get("offload"):
+        raise UserError("offload_dir is for offload: true; add that, or leave offload_dir out.")
     policy = found.get("precision_policy", {})
     if not isinstance(policy, Mapping):
         raise UserError(f"precision_policy has to be modalities with formats; it is {policy!r}.")
@@ -71,6 +79,9 @@ def complete(args: Namespace, given: list[str]) -> None:
     named = any(token.split("=")[0] == "--adacc-dgr-group-size" for token in given)
     if section.get("macro_architecture") and not named:
         args.adacc_dgr_group_size = section["group_size"]
+    if section.get("offload"):
+        args.adacc_dgr_offload = True
+        args.adacc_dgr_offload_dir = args.adacc_dgr_offload_dir or section.get("offload_dir")
     policy = section.get("precision_policy")
     if not policy:
         return

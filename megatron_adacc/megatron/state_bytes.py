@@ -46,11 +46,19 @@ def of_chunk(
     buckets: Buckets = ONE_BUCKET,
 ) -> int:
     """Bytes of m and v of a chunk's parameters on a rank, in uniform bits; `rank` as for static_memory.of_chunk."""
-    total = 0
-    for tensor, elements in pieces(chunk, training, rank, buckets):
-        alike = tensor.shared or (tensor_parallel > 1 and not _DIVIDED.search(tensor.name))
-        total += moment_bytes(elements, 32 if alike or elements < MIN_QUANTIZED else bits)
-    return total
+    own = pieces(chunk, training, rank, buckets)
+    return sum(moment_bytes(elements, bits_of(tensor, elements, bits, tensor_parallel)) for tensor, elements in own)
+
+
+def bits_of(tensor: Tensor, elements: int, bits: int, tensor_parallel: int) -> int:
+    """What a rank's `elements` of a tensor have where all that may have `bits` have them."""
+    alike = tensor.shared or (tensor_parallel > 1 and not _DIVIDED.search(tensor.name))
+    return 32 if alike or elements < MIN_QUANTIZED else bits
+
+
+def moments_of(tensors: Sequence[Tensor], bits: int, tensor_parallel: int) -> int:
+    """Bytes of m and v of whole tensors, in uniform bits."""
+    return sum(moment_bytes(t.elements, bits_of(t, t.elements, bits, tensor_parallel)) for t in tensors)
 
 
 def of_stage(job: Job, stage: int, static: StaticBytes) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def check(args: Namespace) -> None:
         )
     if limit is not None:
         state_limit(limit)
+    _check_offload(args, joint)
     if not own_optimizer(args):
         return
     given = f"--adacc-state-plan {plan}"
@@ -84,6 +85,27 @@ def _check_delayed(args: Namespace) -> None:
         raise UserError(f"{name} cannot go with --adacc-lora-rank, whose gradients are few: leave one of them out.")
     if getattr(args, "num_experts", None):
         raise UserError(f"{name} is for models with one optimizer a rank; experts have one of their own.")
+
+
+def _check_offload(args: Namespace, joint: bool) -> None:
+    """Raises UserError where nothing is delayed, or the state's bytes are to be chosen with the activations'."""
+    if not args.adacc_dgr_offload:
+        if args.adacc_dgr_offload_dir is not None:
+            raise UserError(
+                "--adacc-dgr-offload-dir is the folder for --adacc-dgr-offload: give that as well, or leave it out."
+            )
+        return
+    if args.adacc_dgr_group_size == 1:
+        raise UserError(
+            "--adacc-dgr-offload leaves the moments of one of several groups on the device, but all layers are in one: "
+            "give --adacc-dgr-group-size 2 or more as well, or leave it out."
+        )
+    if joint:
+        raise UserError(
+            "--adacc-state-plan auto without --adacc-state-limit shares the device between state and activations, but "
+            "with --adacc-dgr-offload little of the state is there: give --adacc-state-limit, or the bits, such as "
+            "--adacc-state-plan 8."
+        )
 
 
 def apply_preset(args: Namespace) -> str | None:

@@ -35,6 +35,7 @@ from megatron_adacc.optim import BlockAdamW
 from megatron_adacc.optim.dgr import DelayedGroups
 from megatron_adacc.optim.formats import STATE_BITS
 from megatron_adacc.optim.guard import GradientGuard
+from megatron_adacc.optim.offload import Place, place_for
 from megatron_adacc.optim.policy import PrecisionPolicy
 from megatron_adacc.optim.reorganise import apply, propose
 from megatron_adacc.runtime.state_offer import StateOffer
@@ -55,6 +56,7 @@ class StateAdamW(BlockAdamW):
         limit_bytes: int | None,
         seed: int,
         awaits_plan: bool = False,
+        away: Place | None = None,
     ) -> None:
         self._awaits_plan = awaits_plan
         self._delayed: DelayedGroups | None = None
@@ -62,7 +64,7 @@ class StateAdamW(BlockAdamW):
         self._floors, self._limit_bytes = floors, limit_bytes
         self._steps, self._next_look = 0, FIRST_LOOK
         self._raise_at_next_step = False
-        super().__init__(groups, bits=bits, seed=seed)
+        super().__init__(groups, bits=bits, seed=seed, away=away)
         for parameter in self.parameters():
             self.prepare(parameter)
 
@@ -158,7 +160,9 @@ class StateAdamW(BlockAdamW):
         counted: Callable[[Tensor], bool],
     ) -> None:  # fmt: skip
         """Update one of these groups a step; see DelayedGroups."""
-        inner: Any = SimpleNamespace(param_groups=self.param_groups, step=super().step)
+        inner: Any = SimpleNamespace(
+            param_groups=self.param_groups, step=super().step, fetch_ahead=self.fetch_ahead
+        )  # fmt: skip
         self._delayed = DelayedGroups(inner, groups, all_reduce=all_reduce, counted=counted)
 
     def watch(self, guard: GradientGuard) -> None:
@@ -171,6 +175,18 @@ class StateAdamW(BlockAdamW):
             return 0
         sizes = self._delayed.group_sizes()
         return 4 * (sum(sizes) - min(sizes))
+
+    def most_device_bytes(self) -> int:
+        """Of the state on the device at most: where it is put away, the largest group's."""
+        if self.away is None or self._delayed is None:
+            return self.state_bytes()
+        by_group = [sum(self.moment_bytes(p) for p in group) for group in self._delayed.groups()]
+        return self.state_bytes() - sum(by_group) + max(by_group)
+
+    def exact_device_bytes(self) -> int:
+        """The same with 32 bits everywhere, and layouts."""
+        assert self._delayed is not None
+        return 8 * max(self._delayed.group_sizes()) + self.layout_bytes()
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's, and what delayed groups and guard know beside it."""
@@ -229,7 +245,10 @@ class Exchange:
         others = self._other_bytes(made, parameters)
         static = others + sum(8 * p.numel() for p in parameters)
         bits, limit_bytes = self._bits(parameters, least, others, static)
-        optimizer = StateAdamW(groups, bits, least, limit_bytes, self._args.seed, chosen_jointly(self._args))
+        away = None
+        if self._args.adacc_dgr_offload:
+            away = place_for(parameters[0].device, self._args.adacc_dgr_offload_dir)
+        optimizer = StateAdamW(groups, bits, least, limit_bytes, self._args.seed, chosen_jointly(self._args), away)
         optimizer.defaults = inner.defaults
         made.optimizer = optimizer
         self._made.append(optimizer)
@@ -243,7 +262,11 @@ class Exchange:
             )
         if self._args.adacc_gradient_guard is not None:
             optimizer.watch(guard(made, optimizer, self._args.adacc_gradient_guard))
-        now = others + optimizer.state_bytes()
+        now = others + optimizer.most_device_bytes()
+        if away is not None:
+            moments = sum(optimizer.moment_bytes(p) for p in optimizer.parameters())
+            most = optimizer.most_device_bytes()
+            say(f"state offload: at most {most:,} bytes on the device, {moments:,} {away.where}")
         say(
             f"optimizer state: {optimizer.shares()}, {optimizer.state_bytes():,} bytes; static bytes "
             f"{written_bytes(now)} of {written_bytes(static)} ({now / static:.1%})"

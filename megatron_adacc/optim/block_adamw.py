@@ -5,8 +5,8 @@ optimizer.set_layout(parameter, layout)                  # bits for each block o
 torch.optim.AdamW(model.parameters()).load_state_dict(optimizer.full_precision_state())
 """
 
-import enum
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -23,6 +23,7 @@ from megatron_adacc.optim.blocks import (
     chunks,
     empty_state,
     flat_view,
+    is_moment,
     put,
     same_layout,
     state_views,
@@ -30,11 +31,12 @@ from megatron_adacc.optim.blocks import (
 )
 from megatron_adacc.optim.checkpoint import adamw_state, loaded_state, moments_into, with_own_options
 from megatron_adacc.optim.formats import BLOCK
+from megatron_adacc.optim.offload import Place
+from megatron_adacc.optim.options import check_group, option
 from megatron_adacc.optim.random_words import key_tensor
 from megatron_adacc.optim.transcode import read, transcode
 from megatron_adacc.optim.update import Constants, update_float32, update_quantized
 
-MASTERS = ("auto", "remainder", "float32")
 _IMPLEMENTATIONS = (Implementation.AUTO, Implementation.TORCH, Implementation.COMPILED)
 
 
@@ -54,6 +56,7 @@ class BlockAdamW(Optimizer):
         seed: of stochastic rounding, which depends on it, the parameter's index, its step and the element.
         chunk_blocks: blocks decoded at a time; a step's workspace is a few float32 copies of them.
         implementation: "auto", "torch" or "compiled" (CPU).
+        away: where m and v lie but for a parameter's update (offload.py); None leaves them on the device.
 
     Raises:
         UserError: an option that is not known or not possible.
@@ -76,13 +79,15 @@ class BlockAdamW(Optimizer):
         seed: int = 0,
         chunk_blocks: int = 1024,
         implementation: Implementation | str = Implementation.AUTO,
+        away: Place | None = None,
     ) -> None:
         if chunk_blocks < 1:
             raise UserError(f"BlockAdamW works on at least one block at a time, but chunk_blocks is {chunk_blocks}.")
-        self._stochastic = _option("rounding", rounding, tuple(Rounding)) is Rounding.STOCHASTIC
-        self._implementation = _option("implementation", implementation, _IMPLEMENTATIONS)
+        self._stochastic = option("rounding", rounding, tuple(Rounding)) is Rounding.STOCHASTIC
+        self._implementation = option("implementation", implementation, _IMPLEMENTATIONS)
         self._seed = seed
         self._chunk_blocks = chunk_blocks
+        self._away = away
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -97,8 +102,12 @@ class BlockAdamW(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._away is not None:
+            raise UserError(
+                "An optimizer whose state is away cannot be copied or pickled: load its state_dict() into another one."
+            )
         # Optimizer's own leaves out what it does not know, and copies would lack it.
-        own = ("_stochastic", "_implementation", "_seed", "_chunk_blocks")
+        own = ("_stochastic", "_implementation", "_seed", "_chunk_blocks", "_away")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -109,7 +118,7 @@ class BlockAdamW(Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
         except UserError:
             del self.param_groups[-1]
             raise
@@ -127,8 +136,25 @@ class BlockAdamW(Optimizer):
                 loss = closure()
         for index, group, parameter in self._numbered():
             if parameter.grad is not None:
-                self._step_parameter(index, group, parameter)
+                with self._whole_state(parameter, again=False) as state:
+                    self._step_parameter(index, group, parameter, state)
         return loss
+
+    @property
+    def away(self) -> Place | None:
+        """Where m and v lie but for a parameter's update; it knows what was copied."""
+        return self._away
+
+    def fetch_ahead(self, parameters: Sequence[Tensor]) -> None:
+        """Begin to bring back m and v of these, which are updated next, and of no others. Returns at once."""
+        if self._away is None:
+            return
+        wanted = dict.fromkeys(parameter for parameter in parameters if self._away.holds(parameter))
+        for key in self._away.ahead():
+            if key not in wanted:
+                self._away.release(key)
+        for parameter in wanted:
+            self._away.fetch_ahead(parameter)
 
     def layout(self, parameter: Tensor) -> Layout:
         """Bits of each block, uint8 [blocks], or one int where all have the same."""
@@ -144,19 +170,21 @@ class BlockAdamW(Optimizer):
         Raises:
             UserError: unknown bits, or a wrong number of blocks.
         """
-        state = self._state_of(parameter)
         new = checked_layout(layout.to(parameter.device) if isinstance(layout, Tensor) else layout, parameter.numel())
-        old = state["layout"]
+        old = self._state_of(parameter)["layout"]
         if same_layout(old, new):
             return
-        blocks = {name: state.pop(name) for name in list(state) if name[0] in "mv" and name[1].isdigit()}
-        state.update(transcode(blocks, old, new, parameter.numel(), self._chunk_blocks, parameter.device))
-        state["layout"] = new
+        with self._whole_state(parameter) as state:
+            blocks = {name: state.pop(name) for name in list(state) if is_moment(name)}
+            state.update(transcode(blocks, old, new, parameter.numel(), self._chunk_blocks, parameter.device))
+            state["layout"] = new
 
     @torch.no_grad()
     def moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
         """AdamW's exp_avg and exp_avg_sq of a parameter, float32 of its shape and strides."""
         state = self._state_of(parameter)
+        if self._away is not None:
+            state = {**state, **self._away.look(parameter)}
         m, v = (torch.empty_like(parameter, dtype=torch.float32) for _ in range(2))
         read(state, state["layout"], flat_view(m, parameter), flat_view(v, parameter), self._chunk_blocks)
         return m, v
@@ -168,7 +196,8 @@ class BlockAdamW(Optimizer):
         Raises:
             UserError: another shape.
         """
-        self.state[parameter] = moments_into(self._state_of(parameter), parameter, m, v)
+        with self._whole_state(parameter) as state:
+            moments_into(state, parameter, m, v)
 
     @torch.no_grad()
     def master_weight(self, parameter: Tensor) -> Tensor:
@@ -184,10 +213,36 @@ class BlockAdamW(Optimizer):
         return weight
 
     def state_bytes(self) -> int:
-        """Bytes of all tensors that the optimizer holds: state, exponents, layouts, master weights."""
-        return sum(
-            value.nbytes for state in self.state.values() for value in state.values() if isinstance(value, Tensor)
-        )
+        """Bytes of all tensors it holds, on the device or away: state, exponents, layouts, master weights."""
+        return self._bytes_beside() + sum(self.moment_bytes(parameter) for parameter in self.state)
+
+    def device_bytes(self) -> int:
+        """Of these, the bytes on the device: m and v that are away count where they are fetched ahead."""
+        if self._away is None:
+            return self.state_bytes()
+        return self._bytes_beside() + sum(self._away.nbytes(key) for key in self._away.ahead())
+
+    def moment_bytes(self, parameter: Tensor) -> int:
+        """Of a parameter's m, v and exponents, wherever they lie; 0 before it has a state."""
+        if self._away is not None:
+            return self._away.nbytes(parameter)
+        return sum(value.nbytes for name, value in self.state.get(parameter, {}).items() if is_moment(name))
+
+    def _bytes_beside(self) -> int:
+        """Of the state other than m and v."""
+        held = (item for state in self.state.values() for item in state.items() if not is_moment(item[0]))
+        return sum(value.nbytes for _, value in held if isinstance(value, Tensor))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As Optimizer's. What is away is copied into host memory for it, and stays away."""
+        result = super().state_dict()
+        if self._away is not None:
+            for index, _, parameter in self._numbered():
+                if self._away.holds(parameter):
+                    moments = self._away.look(parameter)
+                    copies = {name: value.to("cpu", copy=True) for name, value in moments.items()}
+                    result["state"][index] = {**result["state"][index], **copies}
+        return result
 
     def full_precision_state(self) -> dict[str, Any]:
         """A state dict of torch.optim.AdamW with m and v in float32; for 16-bit parameters of an AdamW over their
@@ -225,15 +280,19 @@ class BlockAdamW(Optimizer):
         """
         # Optimizer's own would cast every tensor to the parameter's dtype, codes too.
         layouts = {parameter: state["layout"] for parameter, state in self.state.items()}
+        if self._away is not None:
+            for parameter in layouts:
+                self._away.forget(parameter)
         super().load_state_dict({"state": {}, "param_groups": with_own_options(state_dict, self.param_groups)})
         order = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, (_, _, parameter) in zip(order, self._numbered(), strict=True):
             saved = state_dict["state"].get(number)
             if saved:
-                fresh = self._state_of(parameter)
+                self._state_of(parameter)
                 if "exp_avg" in saved and parameter in layouts:
                     self.set_layout(parameter, layouts[parameter])
-                self.state[parameter] = loaded_state(saved, parameter, fresh)
+                with self._whole_state(parameter, again=False) as fresh:
+                    self.state[parameter] = loaded_state(saved, parameter, fresh)
 
     def _numbered(self) -> Iterator[tuple[int, dict[str, Any], Tensor]]:
         pairs = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
@@ -251,21 +310,41 @@ class BlockAdamW(Optimizer):
         numel = parameter.numel()
         layout = group["bits"] if numel >= group["min_quantized_numel"] else 32
         state.update(step=0, layout=layout, **empty_state(layout, numel, parameter.device))
-        if parameter.dtype is torch.float32:
-            return state
-        flat = flat_view(parameter.detach())
-        if _remainder(group["master"], parameter):
-            state["remainder"] = torch.zeros(numel, dtype=torch.int16, device=parameter.device)
-        else:
-            state["master"] = flat.to(torch.float32)
+        if parameter.dtype is not torch.float32:
+            flat = flat_view(parameter.detach())
+            if _remainder(group["master"], parameter):
+                state["remainder"] = torch.zeros(numel, dtype=torch.int16, device=parameter.device)
+            else:
+                state["master"] = flat.to(torch.float32)
+        self._put_away(parameter)
         return state
 
-    def _step_parameter(self, index: int, group: dict[str, Any], parameter: Tensor) -> None:
+    @contextlib.contextmanager
+    def _whole_state(self, parameter: Tensor, *, again: bool = True) -> Iterator[dict[str, Any]]:
+        """A parameter's state with m and v in it; what is away goes back, and is fetched ahead `again` if it was."""
+        state = self._state_of(parameter)
+        if self._away is None:
+            yield state
+            return
+        again = again and parameter in self._away.ahead()
+        state.update(self._away.get(parameter))
+        try:
+            yield state
+        finally:
+            self._put_away(parameter)
+            if again:
+                self._away.fetch_ahead(parameter)
+
+    def _put_away(self, parameter: Tensor) -> None:
+        if self._away is not None:
+            state = self.state[parameter]
+            self._away.put_away(parameter, {name: state.pop(name) for name in list(state) if is_moment(name)})
+
+    def _step_parameter(self, index: int, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
         grad = parameter.grad
         assert grad is not None
         if grad.is_sparse:
             raise UserError("BlockAdamW does not take sparse gradients; build the embedding with sparse=False.")
-        state = self._state_of(parameter)
         state["step"] += 1
         beta1, beta2 = group["betas"]
         constants = Constants(
@@ -317,34 +396,3 @@ def _put_weights(flat: Tensor, state: dict[str, Any], chunk: Chunk, weight: Tens
 
 def _remainder(master: str, parameter: Tensor) -> bool:
     return parameter.dtype is torch.bfloat16 and master != "float32"
-
-
-def _option[Option: enum.Enum](name: str, value: Option | str, known: tuple[Option, ...]) -> Option:
-    for member in known:
-        if value in (member, member.value):
-            return member
-    names = ", ".join(f"'{member.value}'" for member in known)
-    raise UserError(f"BlockAdamW has no {name} {value!r}; it is one of {names}.")
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    if group["amsgrad"]:
-        raise UserError("BlockAdamW has no amsgrad: its maximum of v would be a third state; leave amsgrad False.")
-    checked_layout(group["bits"], 1)
-    if group["master"] not in MASTERS:
-        raise UserError(f"Master weights {group['master']!r} are not known; they are 'auto', 'remainder' or 'float32'.")
-    for name, low, high in (("lr", 0.0, torch.inf), ("eps", 0.0, torch.inf), ("weight_decay", 0.0, torch.inf)):
-        if not low <= float(group[name]) <= high:
-            raise UserError(f"BlockAdamW needs {name} >= 0, but it is {float(group[name])}.")
-    for name, beta in zip(("beta1", "beta2"), group["betas"], strict=True):
-        if not 0.0 <= float(beta) < 1.0:
-            raise UserError(f"BlockAdamW needs {name} in [0, 1), but it is {float(beta)}.")
-    for parameter in group["params"]:
-        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(f"BlockAdamW has no update for {parameter.dtype}: parameters are float32 or 16-bit floats.")
-        if parameter.dtype is torch.float16 and group["master"] == "remainder":
-            raise UserError(
-                "A 16-bit remainder cannot make float32 of a float16 parameter: below 2^-17 more than 2^16 float32 "
-                "numbers round to one float16. Use master='float32', or bfloat16 parameters."
-            )
-        flat_view(parameter.detach())

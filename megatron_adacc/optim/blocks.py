@@ -131,6 +131,11 @@ def state_names(bits: int) -> tuple[str, ...]:
     return (*names, *(f"{name}_exponent" for name in names)) if exponent_bytes(bits) else names
 
 
+def is_moment(name: str) -> bool:
+    """Whether a name in a state is of m, v or their exponents."""
+    return name[0] in "mv" and name[1].isdigit()
+
+
 def state_views(state: State, chunk: Chunk) -> tuple[Tensor, ...]:
     """Views of a chunk's state: codes [count, bytes or elements] twice, then exponents [count] twice if there are."""
     per_block = codes_per_block(chunk.bits, chunk.width)

@@ -33,6 +33,8 @@ def adamw_state(optimizer: "BlockAdamW") -> dict[str, Any]:
             state = optimizer.state.get(parameter)
             if state:
                 m, v = optimizer.moments(parameter)
+                if optimizer.away is not None:
+                    m, v = m.cpu(), v.cpu()  # the device may not have room for all of them
                 step = torch.tensor(float(state["step"]), dtype=torch.float32)
                 result["state"][number] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
             numbers.append(number)

@@ -33,21 +33,28 @@ def groups_by_connectivity(named_parameters: Iterable[tuple[str, Parameter]], co
     Raises:
         UserError: fewer layers than groups, or count < 1.
     """
-    units: list[list[Parameter]] = []
+    named = list(named_parameters)
+    members = consecutive([(name, parameter.numel()) for name, parameter in named], count)
+    return [[named[index][1] for index in group] for group in members]
+
+
+def consecutive(named_sizes: Sequence[tuple[str, int]], count: int) -> list[list[int]]:
+    """The same for names with elements: the positions in each group."""
+    units: list[list[int]] = []
     names: list[str] = []
-    waiting: list[Parameter] = []
-    for name, parameter in named_parameters:
+    waiting: list[int] = []
+    for index, (name, _) in enumerate(named_sizes):
         depth = depth_of(name)
         if depth is None:
-            (units[-1] if units else waiting).append(parameter)
+            (units[-1] if units else waiting).append(index)
             continue
         parts = name.split(".")
         layer = ".".join(parts[: parts.index(str(depth)) + 1] if str(depth) in parts else parts[:1])
         if layer in names:
-            units[names.index(layer)].append(parameter)
+            units[names.index(layer)].append(index)
         else:
             names.append(layer)
-            units.append([*waiting, parameter])
+            units.append([*waiting, index])
             waiting = []
     if waiting:
         units.append(waiting)
@@ -56,12 +63,11 @@ def groups_by_connectivity(named_parameters: Iterable[tuple[str, Parameter]], co
             f"{count} groups were asked for, but the model has {len(units)} layers to put into them; ask for a number "
             f"from 1 to {len(units)}."
         )
-    return _evenly(units, count)
+    return _evenly(units, [sum(named_sizes[index][1] for index in unit) for unit in units], count)
 
 
-def _evenly(units: list[list[Parameter]], count: int) -> list[list[Parameter]]:
-    sizes = [sum(parameter.numel() for parameter in unit) for unit in units]
-    groups: list[list[Parameter]] = []
+def _evenly(units: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
+    groups: list[list[int]] = []
     first = 0
     for left in range(count, 0, -1):
         goal = sum(sizes[first:]) / left
@@ -70,7 +76,7 @@ def _evenly(units: list[list[Parameter]], count: int) -> list[list[Parameter]]:
         while end < len(units) - (left - 1) and (left == 1 or total + sizes[end] / 2 <= goal):
             total += sizes[end]
             end += 1
-        groups.append([parameter for unit in units[first:end] for parameter in unit])
+        groups.append([index for unit in units[first:end] for index in unit])
         first = end
     return groups
 
@@ -86,7 +92,8 @@ class DelayedGroups:
     G-th of the updates: Adam's betas and the schedule count updates of a parameter, not steps.
 
     Args:
-        optimizer: any torch optimizer that passes over parameters without a gradient.
+        optimizer: any torch optimizer that passes over parameters without a gradient. One that has `fetch_ahead`, as
+            BlockAdamW, is told which parameters are updated next.
         groups: every parameter of the optimizer in exactly one.
         compensation: lambda, in units of 1 / loss: gradients must be unscaled when `step` is called.
         all_reduce: sums a float64 tensor in place over the ranks that hold parts of a group, where weights are sharded.
@@ -124,6 +131,7 @@ class DelayedGroups:
         self._sums: dict[Parameter, Tensor] = {}
         self._counts: dict[Parameter, int] = {}
         self._factors = [1.0] * len(self._groups)
+        self._fetch_ahead()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -140,10 +148,11 @@ class DelayedGroups:
         moving = [parameter for parameter in self._groups[due] if parameter.grad is not None]
         before = [parameter.detach().clone() for parameter in moving] if self._compensation else []
         self._optimizer.step()
+        self._step += 1
+        self._fetch_ahead()
         if self._compensation:
             factor = max(0.0, 1.0 + self._compensation * self._fall(moving, before))
             self._factors = [1.0 if index == due else factor for index in range(len(self._groups))]
-        self._step += 1
 
     def held_bytes(self) -> int:
         """Bytes of the sums: up to 4 a parameter, for the groups that are not due."""
@@ -181,6 +190,18 @@ class DelayedGroups:
         self._factors = list(state["factors"])
         self._sums = {order[i]: total.to(order[i].device, copy=True) for i, total in state["sums"].items()}
         self._counts = {order[i]: count for i, count in state["counts"].items() if count}
+        self._fetch_ahead()
+
+    def groups(self) -> list[list[Parameter]]:
+        """The groups, in the order of their turns."""
+        return [list(group) for group in self._groups]
+
+    def _fetch_ahead(self) -> None:
+        """State that is away comes back for the group that is due next. Without delay all is due in every step: that
+        would bring back everything."""
+        fetch = getattr(self._optimizer, "fetch_ahead", None)
+        if fetch is not None and len(self._groups) > 1:
+            fetch(self._groups[self._step % len(self._groups)])
 
     def _take_in(self, parameter: Parameter, factor: float, *, due: bool) -> None:
         """Add this step's gradient to the parameter's sum; `.grad` becomes the mean if due, else None."""

@@ -28,6 +28,14 @@ def test_names_become_flags_and_the_command_line_comes_first(tmp_path):
     assert completed(tmp_path, "plan: auto").adacc_precision_policy is None
 
 
+def test_offload_by_its_names(tmp_path):
+    text = OPTIM + "{macro_architecture: true, group_size: 2, offload: true, offload_dir: /from/file}"
+    for given in (None, "/given"):
+        args = completed(tmp_path, text, adacc_dgr_offload=False, adacc_dgr_offload_dir=given)
+        assert args.adacc_dgr_offload is True
+        assert args.adacc_dgr_offload_dir == (given or "/from/file")
+
+
 def test_floors():
     names = {"chunk0.embedding.weight": 1, "chunk0.decoder.layers.0.a": 2, "chunk0.decoder.layers.1.a": 3}
     assert floors({"text": "fp8", "image": "fp32"}, names) == {1: 8, 2: 8, 3: 8}
@@ -41,7 +49,10 @@ def test_floors():
     ("section", "sentence"),
     [
         ("[]", "optim has to be names with values; it is \\[\\]."),
-        ("{groups: 2}", "optim has no setting 'groups'; there are macro_architecture, group_size, precision_policy."),
+        (
+            "{groups: 2}",
+            "optim has no setting 'groups'; there are macro_architecture, group_size, offload, offload_dir, precis",
+        ),
         ("{macro_architecture: 1}", "macro_architecture has to be true or false; it is 1."),
         (
             "{macro_architecture: true, group_size: 0}",
@@ -49,6 +60,10 @@ def test_floors():
         ),
         ("{macro_architecture: true}", "macro_architecture needs group_size, the number of groups."),
         ("{group_size: 2}", "group_size is for macro_architecture: true; add that, or leave group_size out."),
+        ("{offload: 1}", "offload has to be true or false; it is 1."),
+        ("{offload: true}", "offload is for macro_architecture: true; add that, or leave offload out."),
+        ("{offload_dir: /scratch}", "offload_dir is for offload: true; add that, or leave offload_dir out."),
+        ("{offload_dir: 3}", "offload_dir has to be the path of a folder; it is 3."),
         ("{precision_policy: fp16}", "precision_policy has to be modalities with formats; it is 'fp16'."),
         ("{precision_policy: {text: int8}}", "precision_policy gives 'text' the value 'int8'; it is one of fp32, fp16"),
     ],

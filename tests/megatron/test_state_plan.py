@@ -107,6 +107,7 @@ def test_a_resumed_run_has_the_losses_of_one_never_stopped_or_killed(train, tmp_
     saved = {"save": tmp_path / "saved", "save_interval": 3}
     if kind:
         env = {**MODEL["env"], "KILL_AT": "5", "KILL_PACK": "3"}
+        settings["adacc_dgr_offload"] = True  # the run that is whole had it not
         killed = train(iterations=6, plan=None, script=FAILING, **saved, **{**settings, "env": env})
         assert killed.code != 0
     else:
@@ -131,11 +132,11 @@ def test_a_checkpoint_goes_on_without_us_and_comes_back(train, tmp_path):
 @pytest.mark.parametrize(
     ("parallel", "kind"),
     [
-        ("tensor", DELAYED),
+        ("tensor", {**DELAYED, "adacc_dgr_offload": True}),
         ("pipeline", {**DELAYED, "num_layers": 4}),
         ("pipeline", {"fp16": True, "initial_loss_scale": 2**10}),
     ],
-    ids=["tensor-delayed", "pipeline-delayed", "pipeline-fp16"],
+    ids=["tensor-delayed-offload", "pipeline-delayed", "pipeline-fp16"],
 )
 def test_what_two_ranks_share_stays_alike(train, tmp_path, parallel, kind):
     """Norm weights on tensor-parallel ranks; the embedding that first and last stage have in common."""
