@@ -87,16 +87,30 @@ def update_quantized(
     function = functools.partial(_update, bits=bits, exponents=len(state) > 2)
     # torch.compile makes another version for one block, and tails are short: those are left to the plain function.
     if implementation is Implementation.COMPILED and weight.shape[0] > 1:
-        for tensor in (weight, grad, *state):
-            torch._dynamo.mark_dynamic(tensor, 0)
+        compiled = _compiled(bits, grad.dtype, key is not None)
+        if not compiled.called:  # for the compilation; a mark costs as much time as a thousand elements
+            for tensor in (weight, grad, *state):
+                torch._dynamo.mark_dynamic(tensor, 0)
         with torch.autocast("cpu", enabled=False, dtype=torch.bfloat16):
-            _compiled(bits, grad.dtype, key is not None)(weight, grad, *state, constants, key)
+            compiled(weight, grad, *state, constants, key)
     else:
         function(weight, grad, *state, constants, key)
 
 
+class _Compiled:
+    """A compiled function, and whether it has run."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self.called = False
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        self._function(*tensors)
+        self.called = True
+
+
 @functools.cache
-def _compiled(bits: int, grad_dtype: torch.dtype, stochastic: bool) -> Callable[..., None]:
+def _compiled(bits: int, grad_dtype: torch.dtype, stochastic: bool) -> _Compiled:
     """_update compiled for one kind of arguments, under a code object of its own: compilations are limited by code
     object. Cached, because the result depends on the arguments alone."""
 
@@ -105,7 +119,7 @@ def _compiled(bits: int, grad_dtype: torch.dtype, stochastic: bool) -> Callable[
 
     name = f"_update_{bits}_{grad_dtype}_{stochastic}".replace(".", "_")
     own = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
-    return torch.compile(own, fullgraph=True, options={"cpp.dynamic_threads": True})
+    return _Compiled(torch.compile(own, fullgraph=True, options={"cpp.dynamic_threads": True}))
 
 
 def _update(
