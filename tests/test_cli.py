@@ -46,6 +46,17 @@ def test_help_lists_every_command():
         assert help_line.split()[0] in result.stdout
 
 
+def test_help_is_in_the_order_of_the_work():
+    lines = [line.strip() for line in run_adacc("--help").stdout.splitlines()]
+    first = lines.index("this machine and your data:")
+    named = [line.split()[0] for line in lines[first:] if line and not line.endswith(":")]
+    assert named == list(cli.COMMANDS)
+    found = [named.index(name) for name in ("doctor", "trace", "plan", "explain", "run", "report", "bench")]
+    assert found == sorted(found)
+    headings = [line for line in lines[first:] if line.endswith(":")]
+    assert headings == [f"{heading}:" for heading in cli.GROUPS]
+
+
 @pytest.mark.parametrize("arguments", [["heal"], []])
 def test_unknown_or_no_command_is_refused_without_a_traceback(arguments):
     result = run_adacc(*arguments)
