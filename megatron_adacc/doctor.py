@@ -7,12 +7,13 @@ import argparse
 import dataclasses
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from megatron_adacc.atomic import write_text
-from megatron_adacc.errors import UserError
 from megatron_adacc.machine import Gpu, Machine, Package, State, Torch, Unmet, inspect_machine
+from megatron_adacc.outputs import check_folders, write
 
 GIB = 2**30
 # Transformer Engine's own minimum, and that of bf16 arithmetic.
@@ -41,11 +42,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what it is, what is here, what it will be used for."""
+    """One line of the table: what it is, what is here, what it will be used for. ``path``: where it is, which stands
+    below the table, for a table would break it."""
 
     part: str
     here: str
     use: str
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -239,12 +242,13 @@ def _rows(machine: Machine, on_cuda: bool, device: str, backend: str, transforme
     layers = f"layer implementation {transformer_impl}"
     if on_cuda and transformer_impl == "local":
         layers += " (pass --transformer-impl local)"
-    compiler = machine.compiler.path or "none"
-    if machine.compiler.path and not machine.compiler.python_headers:
+    compiler_path = machine.compiler.path or ""
+    compiler = machine.compiler.name if compiler_path else "none"
+    if compiler_path and not machine.compiler.python_headers:
         compiler += ", without Python.h"
     return (
-        Row("megatron-adacc", f"{machine.adacc_version} in {machine.adacc_location}", "this command"),
-        Row("Python", f"{machine.python_version} in {machine.python_path}", "everything here"),
+        Row("megatron-adacc", machine.adacc_version, "this command", machine.adacc_location),
+        Row("Python", machine.python_version, "everything here", machine.python_path),
         Row("machine", cores, "training" if not on_cuda else "loading and saving"),
         Row("torch", torch_here, torch_use),
         *_gpu_rows(machine),
@@ -256,7 +260,7 @@ def _rows(machine: Machine, on_cuda: bool, device: str, backend: str, transforme
         ),
         Row("apex", _describe(packages["apex"]), _apex_use(packages["apex"], on_cuda)),
         Row("triton", _describe(packages["triton"]), "GPU kernels" if on_cuda else "not used without a GPU"),
-        Row("C++ compiler", compiler, "torch.compile" if machine.compiler.works else "not used"),
+        Row("C++ compiler", compiler, "torch.compile" if machine.compiler.works else "not used", compiler_path),
         Row("ortools", _describe(packages["ortools"]), "the planner"),
         Row("tokenizers", _describe(packages["tokenizers"]), "prepare-data"),
         Row("transformers", _describe(packages["transformers"]), "Megatron's HuggingFaceTokenizer"),
@@ -322,22 +326,26 @@ def _show(diagnosis: Diagnosis) -> None:
         # What finds out that something is missing or broken must work when that is what draws its table.
         for row in diagnosis.rows:
             sys.stdout.write(f"{row.part}: {row.here}; {row.use}\n")
-        for line in _conclusion(diagnosis):
+        for line in (*_places(diagnosis), *_conclusion(diagnosis)):
             sys.stdout.write(line + "\n")
         return
 
     colours = {Severity.ERROR: "red", Severity.WARNING: "yellow"}
-    table = Table("part", "here", "used for", "", title="adacc doctor")
+    # "error" sorts before "warning": a row shows the worst of its problems.
+    worst = {problem.part: problem.severity for problem in sorted(diagnosis.problems, key=lambda p: p.severity)[::-1]}
+    table = Table("part", "here", "used for", *(["problem"] if worst else []), title="adacc doctor")
     for row in diagnosis.rows:
-        # "error" sorts before "warning": a row shows the worst of its problems.
-        severities = sorted(problem.severity for problem in diagnosis.problems if problem.part == row.part)
-        mark = Text(severities[0].value, colours[severities[0]]) if severities else Text()
-        here = Text(row.here, overflow="fold")
-        table.add_row(Text(row.part), here, Text(row.use), mark)
+        mark = worst.get(row.part)
+        problem = [Text(mark.value, colours[mark]) if mark else Text()] if worst else []
+        table.add_row(Text(row.part), Text(row.here, overflow="fold"), Text(row.use), *problem)
     console = Console()
     console.print(table)
-    for line in _conclusion(diagnosis):
+    for line in (*_places(diagnosis), *_conclusion(diagnosis)):
         console.print(Text(line), soft_wrap=True)
+
+
+def _places(diagnosis: Diagnosis) -> list[str]:
+    return [f"{row.part}: {row.path}" for row in diagnosis.rows if row.path]
 
 
 def _conclusion(diagnosis: Diagnosis) -> list[str]:
@@ -364,20 +372,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, judge and report; 0 if pretrain_gpt.py can run here, else 1."""
-    if sys.stderr.isatty():
-        sys.stderr.write("adacc doctor: importing what training imports, which takes some seconds\n")
-    machine = inspect_machine()
+    check_folders(args.json)
+    with _waiting():
+        machine = inspect_machine()
     diagnosis = diagnose(machine)
     if args.json == "-":
         sys.stdout.write(as_json(machine, diagnosis))
     else:
         _show(diagnosis)
         if args.json is not None:
-            try:
-                write_text(args.json, as_json(machine, diagnosis))
-            except OSError as error:
-                raise UserError(
-                    f"--json {args.json} cannot be written ({error.strerror}); name a file in a folder "
-                    "that exists and can be written to."
-                ) from error
+            write(args.json, as_json(machine, diagnosis))
     return 0 if diagnosis.main_job_can_run else 1
+
+
+def _waiting() -> AbstractContextManager[Any]:
+    """Inside, a terminal says on stderr what is being done."""
+    words = "importing what training imports, which takes some seconds"
+    if not sys.stderr.isatty():
+        return nullcontext()
+    try:
+        from rich.console import Console
+    except Exception:  # as in _show
+        sys.stderr.write(f"adacc doctor: {words}\n")
+        return nullcontext()
+    return Console(stderr=True).status(words)

@@ -1,5 +1,6 @@
 """`adacc doctor`: its judgement on made-up machines, and the command on this and on crippled ones."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -326,21 +327,32 @@ def test_every_other_package_broken_is_reported_by_name(tmp_path):
 def test_the_report_is_readable_when_the_table_library_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setattr(doctor, "inspect_machine", lambda: V100_CUDA_13)
-    arguments = type("Arguments", (), {"json": None})()
-    assert doctor.run(arguments) == 1
+    assert doctor.run(argparse.Namespace(json=None)) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "torch: 2.14.1+cu130, built for CUDA 13.0; device cuda, backend nccl" in lines
     assert lines[-2].startswith("error: GPU 0 (Tesla V100-SXM2-32GB, compute capability 7.0) cannot run")
     assert lines[-1] == "pretrain_gpt.py cannot run here until the errors above are mended."
 
 
-def test_json_into_a_missing_folder_is_a_user_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "inspect_machine", lambda: CPU_MACHINE)
+def test_json_into_a_missing_folder_is_refused_before_anything_is_imported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: pytest.fail("it looked at the machine"))
     from megatron_adacc import cli
 
     path = tmp_path / "missing" / "report.json"
     assert cli.main(["doctor", "--json", str(path)]) == 2
-    assert capsys.readouterr().err == (
-        f"adacc doctor: error: --json {path} cannot be written (No such file or directory); name a file in a "
-        "folder that exists and can be written to.\n"
-    )
+    assert capsys.readouterr().err == (f"adacc doctor: error: {path} cannot be written: its folder does not exist.\n")
+
+
+def test_the_table_breaks_no_path_and_has_a_heading_over_each_column(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "70")
+    far = "/home/somebody/" + "a-long-name/" * 8 + "bin/python"
+    facts = dataclasses.replace(V100_CUDA_13, python_path=far)
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: facts)
+    assert doctor.run(argparse.Namespace(json=None)) == 1
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert f"Python: {far}" in lines
+    assert [cell.strip() for cell in lines[2].strip("┃").split("┃")] == ["part", "here", "used for", "problem"]
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: CPU_MACHINE)
+    assert doctor.run(argparse.Namespace(json=None)) == 0
+    assert "problem" not in capsys.readouterr().out

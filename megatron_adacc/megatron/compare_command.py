@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 import megatron_adacc
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.compare_study import Compared, Outcome, Run, Settings, compare, execute, finite, kept
-from megatron_adacc.megatron.outputs import write
 from megatron_adacc.megatron.planning import whole
 from megatron_adacc.megatron.trace_flags import flags_of_file, parse_known
+from megatron_adacc.outputs import write
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,9 +20,9 @@ from typing import Any
 from megatron_adacc.child import Child
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import evaluate_task
-from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.planning import whole
 from megatron_adacc.megatron.trace_flags import flags_of_file, parse_known
+from megatron_adacc.outputs import check_folders, write
 
 PROGRAM = "adacc evaluate"
 FORMAT = 1

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.history_page import history_page, history_text, load_history
-from megatron_adacc.megatron.outputs import check_folders, write
+from megatron_adacc.outputs import check_folders, write
 from megatron_adacc.planner import Plan
 from megatron_adacc.planner.reason import Reason, table, written_places
 

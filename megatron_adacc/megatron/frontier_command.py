@@ -20,8 +20,8 @@ from megatron_adacc.cost.limits import Limit, written_bytes
 from megatron_adacc.cost.stage_plan import NothingFits, Prediction, question, uniform_predicted
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import planning
-from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_table import console
+from megatron_adacc.outputs import check_folders, write
 from megatron_adacc.planner.quiet import solver_prints_to_stderr
 
 PROGRAM = "adacc frontier"

@@ -20,8 +20,8 @@ from typing import Any
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import planning
-from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_table import console, waiting
+from megatron_adacc.outputs import check_folders, write
 from megatron_adacc.planner.quiet import solver_prints_to_stderr
 
 PROGRAM = "adacc max-batch"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.history_page import load_history
-from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.report_page import page
+from megatron_adacc.outputs import check_folders, write
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

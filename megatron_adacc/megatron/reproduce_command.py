@@ -18,10 +18,10 @@ from typing import Any
 from megatron_adacc.cost.devices import DeviceSpec, device, device_names
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import reproduce_records as records
-from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_table import console, waiting
 from megatron_adacc.megatron.reproduce_jobs import EXPERIMENTS, METHODS, Experiment
 from megatron_adacc.megatron.reproduce_tables import Prediction, Table, tables
+from megatron_adacc.outputs import check_folders, write
 
 FORMAT = 1
 

@@ -20,8 +20,8 @@ import sys
 from itertools import groupby
 from typing import Any
 
-from megatron_adacc.atomic import write_text
 from megatron_adacc.errors import UserError
+from megatron_adacc.outputs import check_folders, write
 from megatron_adacc.planner.problem import Problem
 from megatron_adacc.planner.problem_file import read_problem
 from megatron_adacc.planner.quiet import solver_prints_to_stderr
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     plan fits."""
     if not 0 < args.time_limit < math.inf:
         raise UserError(f"--time-limit must be a number of seconds above 0, not {args.time_limit}.")
+    check_folders(args.json)
     problem = read_problem(args.problem)
     from megatron_adacc.planner.stage import solve_stage
 
@@ -55,10 +56,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(content)
         return 0
     if args.json:
-        try:
-            write_text(args.json, content)
-        except OSError as error:
-            raise UserError(f"The answer cannot be written to {args.json}: {error.strerror}.") from error
+        write(args.json, content)
     _print_table(problem, solution)
     return 0
 

@@ -98,6 +98,12 @@ def test_the_table_and_the_file(problem_file, tmp_path, capsys):
     assert "of 145 bytes, solved in" in shown
 
 
+def test_a_missing_folder_is_refused_before_anything_is_solved(tmp_path, capsys):
+    target = tmp_path / "missing" / "answer.json"
+    assert cli.main(["solve", str(tmp_path / "not-read.json"), "--json", str(target)]) == 2
+    assert capsys.readouterr().err == (f"adacc solve: error: {target} cannot be written: its folder does not exist.\n")
+
+
 def test_a_limit_that_is_too_low_exits_with_2_and_the_least_that_works(problem_file, capsys):
     held = [{"site": "a", "bytes": 10, "saved": True, "must_hold": True}]
     assert cli.main(["solve", problem_file(buffers=held, ops=[], limit_bytes=9), "--json", "-"]) == 2
@@ -126,8 +132,8 @@ def test_files_that_cannot_be_read_or_written(problem_file, tmp_path, capsys):
     (tmp_path / "latin.json").write_bytes(b'{"\xff')
     assert cli.main(["solve", str(tmp_path / "latin.json")]) == 2
     assert "latin.json must be text in UTF-8; byte 2 is not." in capsys.readouterr().err
-    assert cli.main(["solve", problem_file(), "--json", str(tmp_path / "none" / "answer.json")]) == 2
-    assert "answer.json: No such file or directory." in capsys.readouterr().err
+    assert cli.main(["solve", problem_file(), "--json", str(tmp_path)]) == 2
+    assert f"{tmp_path} cannot be written: it is a folder." in capsys.readouterr().err
 
 
 # ---- mistakes, each with its sentence ----
