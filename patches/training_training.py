@@ -23,6 +23,10 @@ class Step:
         """What Megatron's train_step returns, with these in place of its own."""
         return self._run(forward_step, forward_backward)
 
+    def as_it_is(self) -> tuple:
+        """The step as Megatron runs it."""
+        return self.run(self.forward_step, self.forward_backward)
+
 
 def patches(around_step: Callable[[Step], tuple]) -> list[Patch]:
     """`around_step(step)` must return step.run(some forward_step, some forward_backward)."""

@@ -71,8 +71,8 @@ def counts(parameter: Tensor) -> bool:
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
 
-def guard(made: Any, optimizer: StateAdamW, rule: str) -> GradientGuard:
-    """Look at the gradients of each step before Megatron clips them."""
+def guard(made: Any, optimizer: StateAdamW, rule: str, loss: Callable[[], float | None]) -> GradientGuard:
+    """Look at gradients and loss of each step before Megatron clips. ``loss``: every rank calls it, in every step."""
     watch = GradientGuard(rule)
     group = made.get_grad_stats_parallel_group()
     norms_of = _Norms(optimizer, group)
@@ -80,9 +80,10 @@ def guard(made: Any, optimizer: StateAdamW, rule: str) -> GradientGuard:
 
     def prepare_grads() -> bool:
         found_inf = bool(prepare())
+        known = loss()
         if not found_inf:
             grads = [p.grad for p in optimizer.parameters() if p.grad is not None]
-            watch.check_norms(norms_of(), grads)
+            watch.check_norms(norms_of(), grads, known)
         return found_inf
 
     made.prepare_grads = prepare_grads

@@ -186,22 +186,29 @@ def _apply_patches(device: str, arguments: list[str]) -> None:
             _say_cpu(list(switched_off))
         checks.check_arguments(args)
         lora.install(args)
-        exchange = None
+        exchange = loss = None
         if (changed := state_flags.apply_preset(args)) is not None:
             say(changed)
         if state_flags.own_optimizer(args):
             from megatron_adacc.megatron.state_plan import Exchange
+            from megatron_adacc.megatron.step_loss import StepLoss
             from megatron_adacc.patches import core_optimizer
 
-            exchange = Exchange(args)
+            loss = StepLoss() if args.adacc_gradient_guard is not None else None
+            exchange = Exchange(args, loss)
             patching.apply([*core_optimizer.patches(exchange), *core_optimizer_distrib_optimizer.state_patches()])
+        around_step = training_training.Step.as_it_is
         if args.adacc_plan != "off" or args.adacc_report is not None:
             from megatron_adacc.megatron.observe import Observer
             from megatron_adacc.megatron.saved_state import SavedState
 
             saved = SavedState(exchange)
-            patching.apply(training_training.patches(Observer(args, saved).around_step))
+            around_step = Observer(args, saved).around_step
             patching.apply(training_checkpointing.patches(saved.entry, saved.loaded))
+        if loss is not None:
+            around_step = loss.around(around_step)
+        if around_step is not training_training.Step.as_it_is:
+            patching.apply(training_training.patches(around_step))
         if strategies.get(args.adacc_plan).plan is not None:
             from megatron_adacc.megatron.layer import marked
 

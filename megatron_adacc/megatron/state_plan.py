@@ -31,6 +31,7 @@ from megatron_adacc.megatron.joint_states import chosen_jointly, offer
 from megatron_adacc.megatron.optim_settings import floors, without_parameters
 from megatron_adacc.megatron.state_bytes import MIN_QUANTIZED, moment_bytes
 from megatron_adacc.megatron.state_flags import UNIFORM, state_limit
+from megatron_adacc.megatron.step_loss import StepLoss
 from megatron_adacc.optim import BlockAdamW
 from megatron_adacc.optim.dgr import DelayedGroups
 from megatron_adacc.optim.formats import STATE_BITS
@@ -67,6 +68,15 @@ class StateAdamW(BlockAdamW):
         super().__init__(groups, bits=bits, seed=seed, away=away)
         for parameter in self.parameters():
             self.prepare(parameter)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As BlockAdamW's. The distributed optimizer's float32 shards are views of the model's parameters, which torch
+        takes for results of a computation, unless the optimizer is said to be differentiable."""
+        self.defaults["differentiable"] = True
+        try:
+            super().add_param_group({"differentiable": False} | param_group)
+        finally:
+            del self.defaults["differentiable"]
 
     def parameters(self) -> list[Tensor]:
         """Of all groups: what is updated, float32 main copies or the model's own."""
@@ -213,8 +223,8 @@ class StateAdamW(BlockAdamW):
 class Exchange:
     """Gives Megatron's optimizers a StateAdamW in place of their own Adam."""
 
-    def __init__(self, args: Namespace) -> None:
-        self._args = args
+    def __init__(self, args: Namespace, loss: StepLoss | None = None) -> None:
+        self._args, self._loss = args, loss
         self._made: list[StateAdamW] = []
 
     def offer(self, groups: Sequence[dist.ProcessGroup]) -> StateOffer:
@@ -261,7 +271,8 @@ class Exchange:
                 f"{written_bytes(optimizer.delayed_bytes())} of gradients wait"
             )
         if self._args.adacc_gradient_guard is not None:
-            optimizer.watch(guard(made, optimizer, self._args.adacc_gradient_guard))
+            assert self._loss is not None
+            optimizer.watch(guard(made, optimizer, self._args.adacc_gradient_guard, self._loss.mean))
         now = others + optimizer.most_device_bytes()
         if away is not None:
             moments = sum(optimizer.moment_bytes(p) for p in optimizer.parameters())

@@ -159,6 +159,9 @@ def test_what_two_ranks_share_stays_alike(train, tmp_path, parallel, kind):
         norms = [float(norm) for norm in re.findall(r"grad norm: ([0-9.]+)", run.text)]
         assert one == other
         assert one["count"] == len(norms) == 4
+        # The loss is known to both, though only the last stage computes it; a mean of the four.
+        losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", run.text)]
+        assert one["loss"] == pytest.approx(sum(losses) / 4, abs=1e-2)
         assert one["mean"] == pytest.approx(sum(map(math.log, norms)) / 4, abs=1e-3)
         factors = [entry["optimizer"]["adacc"]["groups"]["factors"] for entry in saved]
         assert factors[0] == factors[1] != [1.0, 1.0]
@@ -192,6 +195,17 @@ def test_the_distributed_optimizer_resumes_and_goes_to_another_number_of_ranks(t
         alone = train(ranks=1, iterations=6, **settings)
         assert alone.code == 0, alone.text[-3000:]
         assert alone.losses == pytest.approx(whole.losses[3:], abs=3e-3)  # blocks lie elsewhere in a shard of all
+
+
+def test_float32_shards_of_the_distributed_optimizer(train, tmp_path):
+    """They are views of the model's parameters."""
+    settings = {"adacc_state_plan": "8", "use_distributed_optimizer": True, "lr_decay_iters": 4, **MODEL}
+    whole = train(iterations=4, save=tmp_path, save_interval=2, **settings)
+    assert whole.code == 0, whole.text[-3000:]
+    assert whole.losses[-1] < whole.losses[0]
+    rest = train(iterations=4, load=tmp_path, ckpt_step=2, **settings)
+    assert rest.code == 0, rest.text[-3000:]
+    assert rest.losses == whole.losses[2:]
 
 
 @pytest.mark.parametrize(
