@@ -224,12 +224,12 @@ class Handle:
         return sum(cache.count for cache in self._caches)
 
     def report(self) -> str:
-        """A table for each graph: site, role, shape, dtype, bytes, action, recipe length, and what keeps a
-        buffer from being recomputed; then the gradient errors, if they were measured."""
+        """A table for each graph: site, role, shape, dtype, bytes, action with its recipe's length, and what keeps
+        a buffer from being recomputed; then the gradient errors, if they were measured."""
         rows = [] if self.stage is None else [stage_report(self.stage)]
         for cache in self._caches:
-            place = next(f.layer for f in self._forwards if f.cache is cache)
-            rows += [report(cache, trace, place) for trace in cache.traces()]
+            places = [f.layer for f in self._forwards if f.cache is cache]
+            rows += [report(cache, trace, places) for trace in cache.traces()]
         if self._gradient_errors:
             rows.append(error_table(self._gradient_errors))
         return "\n\n".join(rows) or "no layer was traced yet: nothing has run with gradients enabled"

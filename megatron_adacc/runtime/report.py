@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from megatron_adacc.cost.limits import written_bytes
 from megatron_adacc.cost.stage_plan import StagePlan
 from megatron_adacc.graph.model import format_table
 from megatron_adacc.graph.serialize import fingerprint
 from megatron_adacc.planner import Keep
+from megatron_adacc.planner.reason import written_places
+from megatron_adacc.runtime.program import Program
 from megatron_adacc.runtime.traces import Trace, TraceCache
 
-HEADING = ("site", "role", "shape", "dtype", "bytes", "action", "recipe", "not recomputable because")
+HEADING = ("site", "role", "shape", "dtype", "bytes")
+WHY = "not recomputable because"
 
 
-def report(cache: TraceCache, trace: Trace, layer: int) -> str:
-    """The table of one traced call key."""
+def report(cache: TraceCache, trace: Trace, layers: Sequence[int]) -> str:
+    """The table of one traced call key; layers (places) with other actions have columns of their own."""
     graph = trace.graph
     assert graph is not None
     assert trace.evidence is not None
-    program = cache.program(trace, layer) if trace.settled is not None else None
-    state = "settled" if program is not None else "kept as autograd would" if trace.given_up else "traced once"
+    programs = {} if trace.settled is None else {layer: cache.program(trace, layer) for layer in layers}
+    state = "settled" if programs else "kept as autograd would" if trace.given_up else "traced once"
     header = (
         f"{graph.module} {fingerprint(graph)}: {len(graph.ops)} ops, {len(graph.packs)} saves "
         f"({graph.parameter_packs} parameters), {graph.activation_bytes:,} bytes; {state}"
     )
-    rows: list[tuple[str, ...]] = [HEADING]
-    for index in graph.saved:
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for layer, program in programs.items():
+        groups.setdefault(tuple(_fate(program, index) for index in graph.saved), []).append(layer)
+    fates = list(groups) or [tuple(str(Keep()) for _ in graph.saved)]
+    titles = [written_places(tuple(places)) for places in groups.values()] if len(groups) > 1 else ["action"]
+    rows: list[tuple[str, ...]] = [(*HEADING, *titles, WHY)]
+    for number, index in enumerate(graph.saved):
         buffer = graph.buffers[index]
-        action = Keep() if program is None else program.action(index)
-        length = 0 if program is None else program.recipe_length(index)
         reason = trace.evidence.refused.get(index, "" if buffer.writer is not None else buffer.note or "boundary")
         rows.append(
             (
@@ -36,12 +45,17 @@ def report(cache: TraceCache, trace: Trace, layer: int) -> str:
                 "x".join(map(str, buffer.base.size)) or "scalar",
                 buffer.base.dtype,
                 f"{buffer.nbytes:,}",
-                str(action),
-                str(length) if length else "",
+                *(group[number] for group in fates),
                 reason,
             )
         )
     return header + "\n" + format_table(rows)
+
+
+def _fate(program: Program, buffer: int) -> str:
+    """The action, and how many operations make the buffer again."""
+    action, length = str(program.action(buffer)), program.recipe_length(buffer)
+    return f"{action}, {length} op{'s' * (length > 1)}" if length else action
 
 
 def stage_report(stage: StagePlan) -> str:
@@ -61,17 +75,14 @@ def stage_report(stage: StagePlan) -> str:
     ]
     if stage.error:
         lines.insert(-1, f"lossy: root mean square of the layers' relative gradient errors {stage.error:.3f}")
-    kinds: dict[tuple[int, tuple[tuple[str, str], ...]], int] = {}
-    for answer in stage.solution.layers:
-        kind = (answer.class_index, tuple(sorted(answer.actions.items())))
-        kinds[kind] = kinds.get(kind, 0) + 1
-    for (index, actions), count in kinds.items():
-        layer_class = stage.facts[index].layer_class
-        saved = {b.site for b in layer_class.buffers if b.saved}
-        tally: dict[str, int] = {}
-        for site, action in actions:
-            if site in saved:
-                tally[action] = tally.get(action, 0) + 1
+    kinds: dict[tuple[int, tuple[tuple[str, str], ...]], list[int]] = {}
+    for index, fact in enumerate(stage.facts):
+        for place, answer in zip(fact.places, stage.solution.layers_of(index), strict=True):
+            kinds.setdefault((index, tuple(sorted(answer.actions.items()))), []).append(place)
+    for (index, actions), places in kinds.items():
+        saved = {b.site for b in stage.facts[index].layer_class.buffers if b.saved}
+        tally = Counter(action for site, action in actions if site in saved)
         words = ", ".join(f"{action} {n}" for action, n in sorted(tally.items()))
-        lines.append(f"  {count} x {layer_class.name}: {words}")
+        module, where = stage.facts[index].problem.graph.module, written_places(tuple(places))
+        lines.append(f"  {len(places)} x {module}, {where}: {words}")
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """attach() and its handle: traces by key, plans by name, by value and from files, and a clean detach."""
 
 import copy
+import re
 import pickle
 import subprocess
 import sys
@@ -144,6 +145,9 @@ class TestPlans:
             for _ in range(3):
                 assert torch.equal(run(layers), run(plain))
             assert set(handle.plan.layers) == {first, second}
+            heading, _, *rows = (re.split(" {2,}", line) for line in handle.report().splitlines()[1:])
+            assert heading[5:7] == ["layer 0", "layer 1"]
+            assert ["keep", "recompute, 2 ops"] in [row[5:7] for row in rows if row[0] == "/tanh.0"]
 
     def test_compress_takes_the_codec_of_the_role_and_holds_no_dropped_out_value_twice(self) -> None:
         layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
@@ -207,10 +211,10 @@ class TestPlans:
         run(layers)
         run(layers)
         rows = [line.split() for line in handle.report().splitlines()]
-        heading = "site role shape dtype bytes action recipe not recomputable because"
+        heading = "site role shape dtype bytes action not recomputable because"
         assert " ".join(rows[1]) == heading
         by_site = {row[0]: row for row in rows[3:]}
-        assert by_site["/tanh.0"][-6:] == ["other", "4x16", "float32", "256", "recompute", "3"]
+        assert by_site["/tanh.0"][-7:] == ["other", "4x16", "float32", "256", "recompute,", "3", "ops"]
         assert by_site["input:0"][-2:] == ["keep", "boundary"]
         assert "draws random numbers" in handle.report()
 
