@@ -1,8 +1,8 @@
 """attach() and its handle: traces by key, plans by name, by value and from files, and a clean detach."""
 
 import copy
-import re
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
