@@ -95,6 +95,12 @@ def table(rows: list[dict]) -> Table:
     return result
 
 
+def other_work() -> float:
+    """Processes that ran or waited to run beside a training's threads, as a mean over the last minute; 0 where the
+    system does not say."""
+    return max(0.0, os.getloadavg()[0] - (os.cpu_count() or 1)) if hasattr(os, "getloadavg") else 0.0
+
+
 def main() -> int:
     """Prepare the data, run every plan, print the table, write the summary."""
     parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__)
@@ -109,7 +115,7 @@ def main() -> int:
         parser.error(f"--iterations is {args.iterations}, but at least 1 is needed")
     if args.data is not None and not (args.data / "tokenizer").exists():
         parser.error(f"{args.data} has no tokenizer: make it with `adacc prepare-data --output {args.data}`")
-    console, started = Console(), time.monotonic()
+    console, started, load = Console(), time.monotonic(), 0.0
     args.output.mkdir(parents=True, exist_ok=True)
     data = args.data or args.output / "data"
     if args.data is None and (code := prepare(data, console)):
@@ -120,10 +126,16 @@ def main() -> int:
         # auto gets the memory that full recompute was seen to need, and little more: it keeps dropout masks as bits.
         limit = f"{int(1.05 * rows[plans.index('full')]['peak_bytes'])}B" if plan == "auto" else None
         rows.append(train(plan, limit, args.iterations, data, args.output, console))
+        load = max(load, other_work())
     write_text(args.output / "summary.json", json.dumps(rows, indent=1) + "\n")
     console.print(table(rows))
     console.print("auto: limited to the peak of full and 5 % more. These plans are lossless: all losses are equal.")
     console.print("held: kept for the backward pass after one forward; peak: the largest in a step.")
+    if load > 1.0:
+        console.print(
+            f"Other work ran on this machine (a load of {load:.1f} beside ours), and the plans trained one after the "
+            "other: their step times cannot be compared, bytes and losses can."
+        )
     console.print(f"{time.monotonic() - started:.0f} s in all; {args.output / 'summary.json'}", soft_wrap=True)
     return 0
 

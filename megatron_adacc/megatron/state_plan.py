@@ -282,6 +282,8 @@ class Exchange:
             f"optimizer state: {optimizer.shares()}, {optimizer.state_bytes():,} bytes; static bytes "
             f"{written_bytes(now)} of {written_bytes(static)} ({now / static:.1%})"
         )
+        if parameters[0].device.type == "cpu" and bits != 32:
+            say("optimizer state: the first step compiles the update, once for each precision")
 
     def _floors(
         self, parameters: Sequence[Tensor], own: Mapping[Tensor, Tensor], chunks: Sequence[torch.nn.Module]

@@ -69,7 +69,7 @@ def stage_report(stage: StagePlan) -> str:
         )
     lines = [
         f"plan {stage.plan.name}, limit {stage.limit}: {stage.verdict}, solved in "
-        f"{stage.solution.solver_seconds:.2f} s; predicted for one micro-batch of these layers:",
+        f"{stage.solution.solver_seconds:.2f} s; predicted for one micro-batch, of these layers alone:",
         format_table(rows),
         "",
     ]
