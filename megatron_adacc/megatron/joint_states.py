@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.read_job import micro_batches
+from megatron_adacc.megatron.state_bytes import moment_bytes
 from megatron_adacc.optim.formats import STATE_BITS
 from megatron_adacc.planner.joint import StateForm
 from megatron_adacc.runtime.state_offer import StateOffer
@@ -43,10 +44,8 @@ def offer(optimizers: Sequence[StateAdamW], args: Namespace, groups: Sequence[di
     """For this rank's optimizers; every rank of the groups calls it.
 
     Raises UserError where the bytes are to be chosen for more than one optimizer."""
-    exact = sum(8 * p.numel() for one in optimizers for p in one.parameters())
-    largest = max((p.numel() for one in optimizers for p in one.parameters()), default=0)
-    blocks = sum(one.layout_bytes() for one in optimizers)
-    workspace = max(_WHOLE * largest + _PART * min(largest, _PART_ELEMENTS), _BLOCK_BYTES * blocks)
+    sizes = [p.numel() for one in optimizers for p in one.parameters()]
+    exact, workspace = 8 * sum(sizes), workspace_of(sizes)
     waiting = sum(one.delayed_bytes() for one in optimizers)
     if not chosen_jointly(args):
         settled = sum(_settled(one) for one in optimizers) + waiting
@@ -56,7 +55,11 @@ def offer(optimizers: Sequence[StateAdamW], args: Namespace, groups: Sequence[di
             "--adacc-state-plan auto without --adacc-state-limit is for a rank with one optimizer; this one has "
             f"{len(optimizers)} (experts have their own): give --adacc-state-limit."
         )
-    forms = [StateForm(0, 0.0)] if not optimizers else _forms(optimizers[0], waiting)
+    forms = [StateForm(0, 0.0)]
+    if optimizers:
+        parameters = optimizers[0].parameters()
+        given = {bits: [(p.numel(), optimizers[0].bits_of(p, bits)) for p in parameters] for bits in STATE_BITS}
+        forms = forms_of(given, waiting, all(p.device.type == "cpu" for p in parameters))
 
     def allow(allowed: int) -> None:
         for one in optimizers:
@@ -79,24 +82,38 @@ def chosen_jointly(args: Namespace) -> bool:
     return args.adacc_state_plan == "auto" and args.adacc_state_limit is None
 
 
-def _forms(optimizer: StateAdamW, waiting: int) -> list[StateForm]:
-    """``waiting``: bytes of delayed gradients, which lie beside any form."""
-    parameters = optimizer.parameters()
-    total = max(1, sum(p.numel() for p in parameters))
-    on_cpu = all(p.device.type == "cpu" for p in parameters)
+def workspace_of(sizes: Sequence[int]) -> int:
+    """Bytes that the update and a change of form need beside the state of parameters of so many elements."""
+    largest, blocks = max(sizes, default=0), layout_bytes(sizes)
+    return max(_WHOLE * largest + _PART * min(largest, _PART_ELEMENTS), _BLOCK_BYTES * blocks)
+
+
+def layout_bytes(sizes: Sequence[int]) -> int:
+    """Of the layouts where every parameter's blocks differ."""
+    return sum(-(-elements // 256) for elements in sizes)
+
+
+def forms_of(given: Mapping[int, Sequence[tuple[int, int]]], waiting: int, on_cpu: bool) -> list[StateForm]:
+    """What m and v may become.
+
+    Args:
+        given: by bits, each parameter's elements and its own bits where all that may have these bits have them.
+        waiting: bytes of delayed gradients, which lie beside any form."""
+    sizes = [elements for elements, _ in given[STATE_BITS[0]]]
+    total = max(1, sum(sizes))
     uniform = []
     for bits in STATE_BITS:
-        given = [(p.numel(), optimizer.bits_of(p, bits)) for p in parameters]
-        error = sum(numel * ERRORS[own] for numel, own in given) / total
-        longer_us = CPU_NS / 1000 * sum(numel for numel, own in given if own < 32) if on_cpu else 0.0
-        uniform.append(StateForm(optimizer.bytes_in(bits) + waiting, error, longer_us))
+        error = sum(elements * ERRORS[own] for elements, own in given[bits]) / total
+        longer_us = CPU_NS / 1000 * sum(elements for elements, own in given[bits] if own < 32) if on_cpu else 0.0
+        nbytes = sum(moment_bytes(elements, own) for elements, own in given[bits])
+        uniform.append(StateForm(nbytes + waiting, error, longer_us))
     forms = uniform[:1]
     for more, fewer in itertools.pairwise(uniform):
         for step in range(1, MIXES + 1):
             share = step / MIXES
             # Rounded up; the layouts of a mix are a byte a block.
             nbytes = more.bytes - (more.bytes - fewer.bytes) * step // MIXES
-            nbytes += optimizer.layout_bytes() if step < MIXES else 0
+            nbytes += layout_bytes(sizes) if step < MIXES else 0
             us = max(more.us, fewer.us) if step < MIXES else fewer.us
             forms.append(StateForm(nbytes, more.error + share * (fewer.error - more.error), us))
     return forms

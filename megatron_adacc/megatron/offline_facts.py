@@ -32,10 +32,11 @@ from megatron_adacc.cost.typical_errors import typical_errors
 from megatron_adacc.graph.model import LayerGraph
 from megatron_adacc.graph.replay import Context
 from megatron_adacc.graph.verify import Evidence
-from megatron_adacc.megatron import state_bytes
+from megatron_adacc.megatron import offline_states
 from megatron_adacc.megatron.auto_setting import room_of
 from megatron_adacc.megatron.offline import Layers, Settings, Stage, open_stage
 from megatron_adacc.megatron.offline_flags import parallel_sizes
+from megatron_adacc.megatron.offline_states import StageState
 from megatron_adacc.megatron.read_job import job_of_args
 from megatron_adacc.planner import LayerPlan
 from megatron_adacc.runtime.attach import MIN_BYTES
@@ -46,13 +47,22 @@ RESERVE = 0.05
 
 @dataclass(frozen=True)
 class StageFacts:
-    """One pipeline stage. ``quantized``: by class, the plan of direct quantization; ``room.other_us``: the time outside
-    the layers, of one micro-batch."""
+    """One pipeline stage. ``quantized``: by class, the plan of direct quantization; ``room``: with the job's state, of
+    32 bits where they are to be chosen; ``room.other_us``: the time outside the layers, of one micro-batch;
+    ``counted``: the room without a state plan."""
 
     stage: int
     facts: tuple[ClassFacts, ...]
     room: Room
     quantized: tuple[LayerPlan, ...]
+    state: StageState
+    counted: Room
+
+    @property
+    def least_room(self) -> Room:
+        """With the smallest state that is on offer."""
+        offer = self.state.offer
+        return self.room if offer is None else offer.room(self.counted, offer.least_bytes)
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ def learn(flags: Sequence[str], device: DeviceSpec, world_size: int | None = Non
             with open_stage(settings) as opened:
                 if job is None:
                     args, assumptions = opened.args, opened.assumptions
+                    offline_states.complete(args, flags)
                     job = job_of_args(args, cuda=True)
                 key = _likeness(job, stage)
                 traced[key] = _of_stage(opened, AnalyticPrices(device, args.tensor_model_parallel_size))
@@ -99,11 +110,15 @@ def learn(flags: Sequence[str], device: DeviceSpec, world_size: int | None = Non
         facts, quantized, outside_us = traced[key]
         alive = heaviest(job.schedule, stage, [chunk.layers for chunk in job.stages[stage]])
         parts = tuple(fact.part(fact.places, fact.layer_class.chunk, alive[fact.layer_class.chunk]) for fact in facts)
-        room = replace(state_bytes.with_plan(room_of(job, stage), args, job, stage), other_us=outside_us)
-        stages.append(StageFacts(stage, parts, room, quantized))
+        counted = replace(room_of(job, stage), other_us=outside_us)
+        state = offline_states.state_of(args, job, stage)
+        room = counted
+        if state.offer is not None:
+            room = state.offer.room(counted, max(form.bytes for form in state.offer.forms))
+        stages.append(StageFacts(stage, parts, room, quantized, state, counted))
     assert job is not None
     step_us = max(optimizer_us(job, stage, device) for stage in range(pipeline))
-    return OfflineJob(device, args, job, tuple(stages), step_us, (*assumptions, *state_bytes.assumed(args)))
+    return OfflineJob(device, args, job, tuple(stages), step_us, (*assumptions, *offline_states.assumed(args)))
 
 
 def _likeness(job: Job, stage: int) -> object:

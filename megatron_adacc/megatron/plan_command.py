@@ -20,7 +20,7 @@ from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import planning
 from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_notes import notes_of
-from megatron_adacc.megatron.plan_table import actions_data, show
+from megatron_adacc.megatron.plan_table import actions_data, show, static_data
 from megatron_adacc.planner import LayerPlan, Plan
 from megatron_adacc.planner.quiet import solver_prints_to_stderr
 
@@ -122,6 +122,7 @@ def _data(
                 "stage": stage.stage,
                 "layers": sum(len(fact.places) for fact in stage.facts),
                 "fixed_bytes": stage.room.fixed_bytes,
+                "static": static_data(stage, chosen),
                 "strategies": figures,
                 "solver": solver,
                 "classes": actions_data(plan),

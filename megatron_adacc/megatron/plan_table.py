@@ -15,6 +15,7 @@ from megatron_adacc.planner.reason import runs, written_places
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_adacc.megatron.offline_facts import StageFacts
     from megatron_adacc.megatron.planning import OfflineJob, Outcome
 
 _WIDTH = 132
@@ -71,6 +72,7 @@ def show(job: OfflineJob, limit: Limit, limit_bytes: int, outcomes: Sequence[Out
     """Print everything."""
     out = console()
     _strategies(out, job, limit, limit_bytes, outcomes)
+    _static(out, job, chosen)
     if len(job.stages) > 1:
         _stages(out, outcomes, limit_bytes)
     fullest = max(range(len(job.stages)), key=lambda i: chosen.stages[i].peak_bytes)
@@ -116,6 +118,56 @@ def _strategies(out: Console, job: OfflineJob, limit: Limit, limit_bytes: int, o
             f"{one.samples_per_second:.2f}",
             fits,
         )
+    out.print(table)
+
+
+_STATIC = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "master": "fp32 master copy",
+    "moments": "optimizer's moments",
+    "total_bytes": "in all",
+    "planned_moments": "moments with the state plan",
+    "planned_away": "  elsewhere",
+    "planned_waiting": "gradients that wait",
+    "planned_total_bytes": "in all with it",
+}
+
+
+def static_data(stage: StageFacts, chosen: Outcome) -> dict[str, Any]:
+    """Bytes of parameters, gradients and optimizer state of a rank on the stage, without the job's state plan and with
+    it, as far as it has one: ``planned_moments`` on the device at most, ``planned_away`` elsewhere, ``planned_bits``
+    what all blocks have at first."""
+    state = stage.state
+    found = {name: getattr(state.static, name) for name in ("parameters", "gradients", "master", "moments")}
+    found["total_bytes"] = state.static.total
+    if state.offer is not None and chosen.state_bytes:
+        nbytes = chosen.state_bytes[stage.stage]
+        moments = nbytes - state.waiting_bytes
+        found |= {
+            "planned_moments": moments,
+            "planned_away": state.away_bytes,
+            "planned_waiting": state.waiting_bytes,
+            "planned_total_bytes": state.static.total - state.static.moments + nbytes,
+            "planned_bits": state.bits_in((state.away_bytes or moments) + state.waiting_bytes),
+        }
+    return found
+
+
+def _static(out: Console, job: OfflineJob, chosen: Outcome) -> None:
+    from rich import box
+    from rich.table import Table
+
+    rows = [static_data(stage, chosen) for stage in job.stages]
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("through the whole training", no_wrap=True)
+    for stage in job.stages:
+        table.add_column("a rank" if len(rows) == 1 else f"stage {stage.stage}", justify="right")
+    for name, label in _STATIC.items():
+        if name in rows[0] and any(row[name] for row in rows):
+            table.add_row(label, *(written_bytes(row[name]) for row in rows))
+    if "planned_bits" in rows[0]:
+        table.add_row("  bits of most blocks at first", *(str(row["planned_bits"]) for row in rows))
     out.print(table)
 
 

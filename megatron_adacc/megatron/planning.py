@@ -19,8 +19,10 @@ from megatron_adacc.cost.devices import DeviceSpec, device, device_names
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.cost.references import quantized_predicted, selective_predicted
 from megatron_adacc.cost.stage_plan import (
+    ClassFacts,
     NothingFits,
     Prediction,
+    Room,
     StagePlan,
     full_predicted,
     none_predicted,
@@ -29,8 +31,10 @@ from megatron_adacc.cost.stage_plan import (
 )
 from megatron_adacc.cost.step_time import pipeline_us, samples_per_second
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.joint_states import chosen_jointly
 from megatron_adacc.megatron.offline_facts import OfflineJob, StageFacts
 from megatron_adacc.megatron.trace_flags import flags_of_file, parse_known
+from megatron_adacc.runtime.state_offer import solve_with_states
 
 # So often a limit is raised to the least that was named, until a plan is found.
 _RAISED = 4
@@ -54,7 +58,8 @@ class Request:
 class Outcome:
     """A strategy on all stages. ``step_us``: of a whole training step; ``fits``: within the limit on every stage;
     ``plans``: what the solver found, one a stage; ``refusal``: the sentence of a stage where nothing fits, and the
-    plans there are then of the least memory."""
+    plans there are then of the least memory; ``state_bytes``: what a plan leaves on each stage to m and v and to sums
+    of delayed gradients, empty where the optimizer is Megatron's."""
 
     name: str
     stages: tuple[Prediction, ...]
@@ -63,6 +68,7 @@ class Outcome:
     fits: bool
     plans: tuple[StagePlan, ...] = ()
     refusal: str | None = None
+    state_bytes: tuple[int, ...] = ()
 
     @property
     def held_bytes(self) -> int:
@@ -170,15 +176,25 @@ def auto(job: OfflineJob, limit: Limit, error_budget: float = 0.0, name: str = "
     """Our plan on every stage. Where nothing fits, the plan of the least memory, with the refusal."""
     plans: list[StagePlan] = []
     refusal: str | None = None
+    state_bytes: list[int] = []
+    if chosen_jointly(job.args) and limit.total_bytes is None:
+        raise UserError(
+            f"The limit is {limit}, of which the optimizer's state is no part: give --limit in bytes, such as "
+            "30GiB, or --adacc-state-limit for the state."
+        )
     for stage in job.stages:
-        solved, refused = _solved(stage, limit, error_budget, name)
+        solved, state, refused = _with_state(stage, limit, error_budget, name)
         plans.append(solved)
+        state_bytes += [] if state is None else [state]
         if refused is not None and refusal is None:
             refusal = refused if len(job.stages) == 1 else f"Pipeline stage {stage.stage}: {refused}"
     limit_bytes = limit.total_bytes if limit.total_bytes is not None else job.limit_bytes
     found = outcome(job, name, [plan.predicted for plan in plans], limit_bytes)
     fits = found.fits and refusal is None
-    return Outcome(name, found.stages, found.step_us, found.samples_per_second, fits, tuple(plans), refusal)
+    return Outcome(
+        name, found.stages, found.step_us, found.samples_per_second, fits, tuple(plans), refusal,
+        tuple(state_bytes),
+    )  # fmt: skip
 
 
 def least_bytes(job: OfflineJob, error_budget: float = 0.0) -> int:
@@ -188,10 +204,10 @@ def least_bytes(job: OfflineJob, error_budget: float = 0.0) -> int:
 
 
 def _least_of(stage: StageFacts, error_budget: float) -> int:
-    floor = max(1, stage.room.floor_bytes)
+    floor = max(1, stage.least_room.floor_bytes)
     facts = [fact.lossy if error_budget else fact for fact in stage.facts]
     try:
-        plan_stage(facts, Limit(total_bytes=floor), stage.room, error_budget=error_budget)
+        plan_stage(facts, Limit(total_bytes=floor), stage.least_room, error_budget=error_budget)
         return floor
     except NothingFits as error:
         if error.least_bytes is None:
@@ -199,13 +215,37 @@ def _least_of(stage: StageFacts, error_budget: float) -> int:
         return error.least_bytes
 
 
-def _solved(stage: StageFacts, limit: Limit, error_budget: float, name: str) -> tuple[StagePlan, str | None]:
-    """The plan of a stage; where nothing fits, the one of least memory and the sentence that says so."""
-    refusal: str | None = None
+def _with_state(
+    stage: StageFacts, limit: Limit, error_budget: float, name: str
+) -> tuple[StagePlan, int | None, str | None]:
+    """The plan of a stage, as runtime/stage_solver.py makes it where the job runs, and the bytes that it leaves to m
+    and v. Where nothing fits, the plan of least memory and the sentence that says so."""
     facts = [fact.lossy if error_budget else fact for fact in stage.facts]
+    refusals: list[str] = []
+
+    def solve(room: Room, least: bool) -> StagePlan:
+        if not least:
+            return plan_stage(facts, limit, room, error_budget=error_budget, name=name)
+        solved, refusal = _least(facts, limit, room, error_budget, name)
+        refusals.extend([] if refusal is None else [refusal])
+        return solved
+
+    offer = stage.state.offer
+    if offer is None or limit.total_bytes is None:
+        solved, state = solve(stage.room, True), None if offer is None else offer.least_bytes
+    else:
+        solved, state = solve_with_states(offer, facts, limit, stage.counted, True, solve)
+    return solved, state, refusals[0] if refusals else None
+
+
+def _least(
+    facts: Sequence[ClassFacts], limit: Limit, room: Room, error_budget: float, name: str
+) -> tuple[StagePlan, str | None]:
+    """The plan; where nothing fits, the one of least memory and the sentence that says so."""
+    refusal: str | None = None
     for _ in range(_RAISED):
         try:
-            return plan_stage(facts, limit, stage.room, error_budget=error_budget, name=name), refusal
+            return plan_stage(facts, limit, room, error_budget=error_budget, name=name), refusal
         except NothingFits as error:
             refusal = refusal or str(error)
             if error.least_bytes is None:

@@ -7,17 +7,12 @@ bits.
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_adacc.cost.gpt_parameters import Tensor
 from megatron_adacc.cost.job import Job
 from megatron_adacc.cost.static_memory import ONE_BUCKET, Buckets, StaticBytes, Training, pieces
-
-if TYPE_CHECKING:  # `adacc memory` imports no torch
-    from megatron_adacc.cost.stage_plan import Room
 
 MIN_QUANTIZED = 4096  # elements; BlockAdamW's own default
 BITS = (16, 8, 4)
@@ -75,23 +70,6 @@ def of_stage(job: Job, stage: int, static: StaticBytes) -> dict[str, Any]:
             moments += of_chunk(chunk, job.training, bits, tensor_parallel=parallel, buckets=buckets)
         plans[str(bits)] = {"moments": moments, "total_bytes": static.total - static.moments + moments}
     return {"state_plans": plans}
-
-
-def with_plan(room: Room, args: Namespace, job: Job, stage: int) -> Room:
-    """The room with the bits of --adacc-state-plan, where they are uniform."""
-    static = job.static_bytes(stage)
-    plan = of_stage(job, stage, static).get("state_plans", {}).get(getattr(args, "adacc_state_plan", "full"))
-    if plan is None:
-        return room
-    less = static.moments - plan["moments"]
-    return replace(room, fixed_bytes=room.fixed_bytes - less, floor_bytes=room.floor_bytes - less)
-
-
-def assumed(args: Namespace) -> tuple[str, ...]:
-    """What `with_plan` does not count."""
-    if getattr(args, "adacc_state_plan", "full") != "auto":
-        return ()
-    return ("the optimizer's state is counted with 32 bits: its bits are chosen where the job runs",)
 
 
 def of_parameters(elements: int, training: Training, static: StaticBytes) -> dict[str, Any]:
