@@ -12,7 +12,7 @@ from megatron_adacc.megatron.offline import Settings, trace_offline
 from megatron_adacc.planner import Action, LayerPlan, Recompute
 from megatron_adacc.runtime.attach import MIN_BYTES
 from megatron_adacc.runtime.policy import policy_for
-from megatron_adacc.runtime.report import HEADING
+from megatron_adacc.runtime.report import HEADING, WHY
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class AbsentLayer:
 
     def report(self) -> str:
         """The table that `adacc trace` prints of a layer that runs, and what was assumed."""
-        rows: list[tuple[str, ...]] = [HEADING]
+        rows: list[tuple[str, ...]] = [(*HEADING, "action", WHY)]
         for index in self.graph.saved:
             buffer, length = self.graph.buffers[index], self.recipe_length(index)
+            action = f"{self.action(index)}, {length} op{'s' * (length > 1)}" if length else str(self.action(index))
             reason = self.evidence.refused.get(index, "" if buffer.writer is not None else buffer.note or "boundary")
             rows.append(
                 (
                     *(buffer.site, str(self.graph.role(index)), "x".join(map(str, buffer.base.size)) or "scalar"),
-                    *(buffer.base.dtype, f"{buffer.nbytes:,}", str(self.action(index))),
-                    *(str(length) if length else "", reason),
+                    *(buffer.base.dtype, f"{buffer.nbytes:,}", action, reason),
                 )
             )
         header = (

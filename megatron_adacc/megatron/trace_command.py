@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_adacc.atomic import write_text
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron.one_rank import noise_aside
 from megatron_adacc.megatron.trace_flags import flags_of_file, model_flags, parse_known
+from megatron_adacc.outputs import check_folders, write
 from megatron_adacc.planner import Action, Compress, Keep, Plan, Recompute
 
 if TYPE_CHECKING:
@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 PROGRAM = "adacc trace"
 FORMAT = 1
 NAMED_PLANS = ("keep", "recompute", "compress")
+
+# Below the table, what its words mean; _STATES: the last words of the first line of a layer that runs.
+_LEGEND = (
+    "First line: fingerprint, which only equal layers share and by which a plan file names this one; ops that write "
+    "tensors; how often autograd saved a tensor, parameters among them, which are held anyway and have no row.\n"
+    "N ops: as many are run again to rebuild the tensor from what the plan stores, counted for it alone."
+)
+_STATES = {
+    "settled": "settled: two traces, on other inputs, agreed, and so the layer is run by the plan from then on.",
+    "kept as autograd would": "kept as autograd would: no two traces agreed, and so there is no plan.",
+}
 
 # The traced forwards hold every tensor that the layer writes, and what a replay makes of it beside that: 2.4 times
 # the estimate of what autograd holds, seen at h512 s512 b4 fp32.
@@ -114,20 +125,29 @@ def run(args: Namespace) -> int:
             graph, fates, rows, totals, handle = _trace(flags, own.plan)
             title, table, plan = f"{graph.module} under {own.plan}", handle.report(), handle.plan
     content = _json(graph, own.plan, rows, totals)
+    files = {}
     if own.html:
         from megatron_adacc.graph.picture import page
 
-        _write(own.html, page(graph, fates, title, str(totals)))
+        files[own.html] = page(graph, fates, title, str(totals))
     if own.json and own.json != "-":
-        _write(own.json, content)
-    sys.stdout.write(content if own.json == "-" else f"{table}\n\n{totals}\n")
-    if own.output:
-        if not plan.layers:
-            raise UserError(
-                f"{graph.module} runs other ops from call to call, so that no plan can be made for it: leave out -o."
-            )
-        _write(own.output, plan.to_json() + "\n")
+        files[own.json] = content
+    if own.output and plan.layers:
+        files[own.output] = plan.to_json() + "\n"
+    sys.stdout.write(content if own.json == "-" else f"{table}\n\n{_legend(table)}\n\n{totals}\n")
+    for path, text in files.items():
+        write(path, text)
+        (sys.stderr if own.json == "-" else sys.stdout).write(f"wrote {path}\n")
+    if own.output and not plan.layers:
+        raise UserError(
+            f"{graph.module} runs other ops from call to call, so that no plan can be made for it: leave out -o."
+        )
     return 0
+
+
+def _legend(table: str) -> str:
+    state = table.splitlines()[0].rpartition("; ")[2]
+    return f"{_LEGEND}\n{_STATES[state]}" if state in _STATES else _LEGEND
 
 
 def _check_own(own: Namespace) -> None:
@@ -136,13 +156,13 @@ def _check_own(own: Namespace) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("adacc trace runs in one process: start it without torchrun.")
     if own.plan not in NAMED_PLANS and not os.path.isfile(own.plan):
+        way_out = " For auto, use adacc plan --device NAME, or a job with --adacc-plan auto."
         raise UserError(
             f"--plan is {own.plan!r}, but adacc trace shows {', '.join(NAMED_PLANS)}, or the path of a plan file."
+            + (way_out if own.plan == "auto" else "")
         )
     strategies.get(own.plan)  # a file that is no plan is refused before anything is built
-    for path in (own.html, own.output, None if own.json == "-" else own.json):
-        if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            raise UserError(f"{path} cannot be written: its folder does not exist.")
+    check_folders(own.html, own.output, own.json)
 
 
 def _trace(flags: list[str], plan: str) -> tuple["LayerGraph", dict[int, "Fate"], list[Row], Totals, "Handle"]:
@@ -322,10 +342,3 @@ def _json(graph: "LayerGraph", plan: str, rows: list[Row], totals: Totals) -> st
         "totals": asdict(totals),
     }
     return json.dumps(content, indent=1) + "\n"
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None

@@ -54,6 +54,10 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert [line for line in done.stderr.splitlines() if line.startswith("wrote ")] == [
+        f"wrote {html}",
+        f"wrote {plan}",
+    ]
     return SimpleNamespace(content=json.loads(done.stdout), html=html.read_text(), plan=plan)
 
 
@@ -113,6 +117,9 @@ def test_a_plan_file_is_shown(traced, trace):
         f"autograd would hold 74,752 bytes for this layer; under the plan 5,120 bytes ({5_120 / 74_752:.1%}) are "
         "held, measured after a forward: 5,120."
     )
+    assert table.splitlines()[0].endswith("; settled")
+    assert table.splitlines()[-3].startswith("settled: two traces, on other inputs, agreed")
+    assert table.splitlines()[-4].startswith("N ops: as many are run again to rebuild the tensor")
 
 
 def test_training_takes_the_plan(traced, trained):
@@ -151,6 +158,8 @@ def test_a_layer_that_cannot_be_planned_is_shown_as_kept(trace, tmp_path):
     outputs = ["--json", str(tmp_path / "table.json"), "-o", str(tmp_path / "plan.json")]
     code, text = trace(*MODEL, *experts, *outputs)
     assert code == 2
+    assert "kept as autograd would: no two traces agreed, and so there is no plan." in text.splitlines()
+    assert text.splitlines()[-2] == f"wrote {tmp_path / 'table.json'}"
     assert text.splitlines()[-1] == (
         "adacc trace: error: TransformerLayer runs other ops from call to call, so that no plan can be made for it: "
         "leave out -o."
@@ -205,6 +214,11 @@ def test_picture(traced):
         ([], "--hidden-size and --num-attention-heads are missing: give the model by"),
         (["--hidden-size", "32"], "--num-attention-heads is missing: give the model by"),
         ([*MODEL, "--plan", "off"], "--plan is 'off', but adacc trace shows keep, recompute, compress, or the path"),
+        (
+            [*MODEL, "--plan", "auto"],
+            "--plan is 'auto', but adacc trace shows keep, recompute, compress, or the path of a plan file. For auto, "
+            "use adacc plan --device NAME, or a job with --adacc-plan auto.",
+        ),
         ([*MODEL, "--plan", "README.md"], "README.md: A plan file must hold JSON"),
         (["--config", "no.yaml"], "The config no.yaml cannot be read: No such file or directory."),
         (["--config", "README.md"], "The config README.md"),
