@@ -23,6 +23,7 @@ from megatron_adacc.cost.static_memory import Buckets, Training
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import launch, lora
 from megatron_adacc.megatron.flags import add_flags
+from megatron_adacc.megatron.state_flags import bucket_elements
 
 # What a job needs to be understood, and has no default in Megatron: small ones, where the flags do not say.
 _DEFAULTS = {"--micro-batch-size": "1", "--seq-length": "1024"}
@@ -308,8 +309,7 @@ def _torch_optimizer() -> bool:
 
 def _buckets(args: Namespace, job: Job) -> Buckets:
     """The bucket size that Megatron's _ddp_wrap takes."""
-    ranks = args.data_parallel_size * args.context_parallel_size
-    size = args.ddp_bucket_size if args.ddp_bucket_size is not None else max(40_000_000, 1_000_000 * ranks)
+    size = bucket_elements(args)
     if args.ddp_num_buckets is not None:
         size = job.parameters(0) // args.ddp_num_buckets
     return Buckets(size if args.overlap_grad_reduce else None, bool(args.ddp_pad_buckets_for_high_nccl_busbw))

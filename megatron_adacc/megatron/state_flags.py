@@ -108,6 +108,10 @@ def _check_offload(args: Namespace, joint: bool) -> None:
         )
 
 
+BUCKET_UNIT = 8 * 2**20
+"""Bytes of which the preset makes a bucket a multiple."""
+
+
 def apply_preset(args: Namespace) -> str | None:
     """Write what --adacc-lr-preset means into validated arguments; the sentence that says so, None without one.
 
@@ -126,7 +130,20 @@ def apply_preset(args: Namespace) -> str | None:
             longer = 1.3 * value if name == "lr_warmup_fraction" else round(1.3 * value)
             setattr(args, name, longer)
             changed.append(f"{name} {value:g} -> {longer:g}")
+    if args.overlap_grad_reduce and args.ddp_num_buckets is None:
+        old = bucket_elements(args)
+        unit = BUCKET_UNIT // (4 if args.accumulate_allreduce_grads_in_fp32 or not (args.fp16 or args.bf16) else 2)
+        args.ddp_bucket_size = -(-old // unit) * unit
+        changed.append(f"ddp_bucket_size {old:,} -> {args.ddp_bucket_size:,} (a multiple of 8 MiB)")
     return f"--adacc-lr-preset delayed: {', '.join(changed)}"
+
+
+def bucket_elements(args: Namespace) -> int:
+    """The elements of a bucket of gradients that Megatron reduces at a time, as its _ddp_wrap chooses them where
+    --ddp-num-buckets does not."""
+    if args.ddp_bucket_size is not None:
+        return int(args.ddp_bucket_size)
+    return max(40_000_000, 1_000_000 * args.data_parallel_size * args.context_parallel_size)
 
 
 def own_optimizer(args: Namespace) -> bool:
