@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "                      [--png FILE] [--html FILE] [--json FILE|-] [--world N] [Megatron's flags]"
     )
     parser.description = "What a memory limit costs in time, predicted for a GPU that is not there."
-    planning.add_options(parser)
+    planning.add_options(parser, limit=None)
     parser.add_argument("--points", metavar="N", help=f"limits to solve for (default: {POINTS})")
     parser.add_argument("--png", metavar="FILE", help="draw the frontier")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page: drawing and table")

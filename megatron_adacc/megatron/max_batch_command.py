@@ -44,7 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "                       [--world N] [--json FILE|-] [Megatron's flags]"
     )
     parser.description = "The largest micro-batch that fits, under every strategy, predicted."
-    planning.add_options(parser)
+    planning.add_options(
+        parser, limit="bytes, such as 30GiB (default: memory less 5 %%)", micro_batch=False, error_budget=ERROR_BUDGET
+    )
     parser.add_argument(
         "--sequence",
         metavar="N",
@@ -58,6 +60,8 @@ def run(args: Namespace) -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM, allow_abbrev=False, exit_on_error=False)
     configure(parser)
     own, request = planning.read(parser, args.arguments)
+    if own.micro_batch is not None:
+        raise UserError("adacc max-batch looks for the micro-batch: leave --micro-batch out.")
     if request.limit is not None and request.limit.total_bytes is None:
         raise UserError(f"--limit {own.limit} is a share of what a micro-batch holds: give bytes, such as 30GiB.")
     if own.error_budget is None:

@@ -18,9 +18,9 @@ from typing import Any
 from megatron_adacc.cost.limits import Limit
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import planning
-from megatron_adacc.megatron.outputs import check_folders, write
 from megatron_adacc.megatron.plan_notes import notes_of
 from megatron_adacc.megatron.plan_table import actions_data, show, static_data
+from megatron_adacc.outputs import check_folders, write
 from megatron_adacc.planner import LayerPlan, Plan
 from megatron_adacc.planner.quiet import solver_prints_to_stderr
 
@@ -60,13 +60,14 @@ def run(args: Namespace) -> int:
             outcomes.append(chosen)
     content = _data(job, limit, limit_bytes, outcomes, chosen)
     text = json.dumps(content, indent=1) + "\n"
+    refused = chosen.refusal is not None and (own.output or request.limit)
     if own.json == "-":
         sys.stdout.write(text)
     else:
-        show(job, limit, limit_bytes, outcomes, chosen)
+        show(job, limit, limit_bytes, outcomes, chosen, None if refused else chosen.refusal)
     if own.json and own.json != "-":
         write(own.json, text)
-    if chosen.refusal is not None and (own.output or request.limit):
+    if refused:
         raise UserError(chosen.refusal)
     if own.output:
         with solver_prints_to_stderr():

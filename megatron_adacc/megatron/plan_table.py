@@ -14,11 +14,13 @@ from megatron_adacc.planner.reason import runs, written_places
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from megatron_adacc.megatron.offline_facts import StageFacts
     from megatron_adacc.megatron.planning import OfflineJob, Outcome
 
 _WIDTH = 132
+_ANY_WIDTH = 10_000
 
 
 def console() -> Console:
@@ -68,8 +70,15 @@ def actions_data(plan: StagePlan) -> list[dict[str, Any]]:
     return found
 
 
-def show(job: OfflineJob, limit: Limit, limit_bytes: int, outcomes: Sequence[Outcome], chosen: Outcome) -> None:
-    """Print everything."""
+def show(
+    job: OfflineJob,
+    limit: Limit,
+    limit_bytes: int,
+    outcomes: Sequence[Outcome],
+    chosen: Outcome,
+    refusal: str | None,
+) -> None:
+    """Print everything; ``refusal``: that of ``chosen``, where nobody else says it."""
     out = console()
     _strategies(out, job, limit, limit_bytes, outcomes)
     _static(out, job, chosen)
@@ -85,7 +94,7 @@ def show(job: OfflineJob, limit: Limit, limit_bytes: int, outcomes: Sequence[Out
     for sentence in job.assumptions:
         out.print(sentence)
     if chosen.refusal is not None:
-        out.print(f"{chosen.refusal} The plan shown is the one of the least memory.")
+        out.print(" ".join([*([refusal] if refusal else []), "The plan shown is the one of the least memory."]))
 
 
 def _strategies(out: Console, job: OfflineJob, limit: Limit, limit_bytes: int, outcomes: Sequence[Outcome]) -> None:
@@ -195,9 +204,6 @@ def _stages(out: Console, outcomes: Sequence[Outcome], limit_bytes: int) -> None
 
 
 def _actions(out: Console, plan: StagePlan, title: str) -> None:
-    from rich import box
-    from rich.table import Table
-
     groups = actions_data(plan)
     for module in dict.fromkeys(group["module"] for group in groups):
         alike = [group for group in groups if group["module"] == module]
@@ -205,29 +211,46 @@ def _actions(out: Console, plan: StagePlan, title: str) -> None:
         parts = [alike] if all({s["site"] for s in g["sites"]} == sites for g in alike) else [[g] for g in alike]
         for part in parts:
             out.print(title)
-            table = Table(box=box.SIMPLE_HEAD)
-            table.add_column("site", no_wrap=True)
-            table.add_column("bytes", justify="right")
-            for group in part:
-                places = tuple(p for first, last in group["layers"] for p in range(first, last + 1))
-                table.add_column(written_places(places), justify="left")
-            for row in zip(*(group["sites"] for group in part), strict=True):
-                note = " (all layers together)" if row[0]["shared"] else ""
-                table.add_row(row[0]["site"] + note, written_bytes(row[0]["bytes"]), *(_cell(site) for site in row))
-            table.add_section()
-            own = [[site for site in group["sites"] if not site["shared"]] for group in part]
-            table.add_row(
-                "a layer",
-                written_bytes(sum(site["bytes"] for site in own[0])),
-                *(written_bytes(sum(site["held_bytes"] for site in sites)) for sites in own),
-            )
+            table = _table_of(part, " ")
+            needed = out.measure(table, options=out.options.update(width=_ANY_WIDTH)).maximum
+            width = out.width
+            if needed > width and (sys.stdout.isatty() or "COLUMNS" in os.environ):
+                table = _table_of(part, "\n")  # a codec above its bytes, rather than bytes above their unit
+            else:
+                out.width = max(width, needed)
             out.print(table)
+            out.width = width
 
 
-def _cell(site: dict[str, Any]) -> str:
+def _table_of(part: Sequence[dict[str, Any]], between: str) -> Table:
+    """``between``: what stands between a codec and its bytes."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("site", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for group in part:
+        places = tuple(p for first, last in group["layers"] for p in range(first, last + 1))
+        table.add_column(written_places(places), justify="left")
+    for row in zip(*(group["sites"] for group in part), strict=True):
+        note = " (all layers together)" if row[0]["shared"] else ""
+        cells = (_cell(site, between) for site in row)
+        table.add_row(row[0]["site"] + note, written_bytes(row[0]["bytes"]), *cells)
+    table.add_section()
+    own = [[site for site in group["sites"] if not site["shared"]] for group in part]
+    table.add_row(
+        "a layer",
+        written_bytes(sum(site["bytes"] for site in own[0])),
+        *(written_bytes(sum(site["held_bytes"] for site in sites)) for sites in own),
+    )
+    return table
+
+
+def _cell(site: dict[str, Any], between: str) -> str:
     if site["action"] == "recompute":
         return "recompute"
     if site["action"] == "keep":
         return "keep"
     codec = site["action"].removeprefix("compress:").partition("[")[0]
-    return f"{codec} {written_bytes(site['held_bytes'])}"
+    return f"{codec}{between}{written_bytes(site['held_bytes'])}"

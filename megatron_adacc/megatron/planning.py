@@ -81,23 +81,28 @@ class Outcome:
         return max(stage.peak_bytes for stage in self.stages)
 
 
-def add_options(parser: argparse.ArgumentParser, limited: bool = True) -> None:
-    """The options that the commands share; all others are Megatron's flags."""
+_LIMIT = "such as 30GiB, or 25%% of the plain activations (default: memory less 5 %%)"
+
+
+def add_options(
+    parser: argparse.ArgumentParser, limit: str | None = _LIMIT, micro_batch: bool = True, error_budget: float = 0.0
+) -> None:
+    """The options that the commands share; all others are Megatron's flags. ``limit``: help of --limit, None where that
+    is refused; ``micro_batch``: whether --micro-batch is taken; ``error_budget``: the default."""
     parser.add_argument("--config", metavar="FILE", help="a YAML of Megatron's flags by name, such as configs/*.yaml")
     parser.add_argument("--device", metavar="NAME", help=f"the GPU to plan for: {', '.join(device_names())}")
     parser.add_argument("--world", metavar="N", help="ranks of the job (default: those of one copy of the model)")
     parser.add_argument(
         "--error-budget",
         metavar="ERROR",
-        help="plan with lossy codecs too, at most this relative gradient error (assumed, root mean square over layers)",
+        help="plan with lossy codecs too, at most this relative gradient error (assumed, root mean square over layers; "
+        f"default: {error_budget:g}{'' if error_budget else ', lossless'})",
     )
-    if limited:
-        parser.add_argument("--micro-batch", metavar="N", help="the same as --micro-batch-size N")
-        parser.add_argument(
-            "--limit",
-            metavar="LIMIT",
-            help="such as 30GiB, or 25%% of the plain activations (default: memory less 5 %%)",
-        )
+    # What is refused is known, so that it is refused in a sentence.
+    parser.add_argument(
+        "--micro-batch", metavar="N", help="the same as --micro-batch-size N" if micro_batch else argparse.SUPPRESS
+    )
+    parser.add_argument("--limit", metavar="LIMIT", help=argparse.SUPPRESS if limit is None else limit)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - prints them instead of the table")
     parser.set_defaults(arguments=[])
 
@@ -109,11 +114,11 @@ def read(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[Nam
         raise UserError(f"--device is missing: give one of {', '.join(device_names())}.")
     spec = device(own.device)
     limit = None
-    if getattr(own, "limit", None) is not None:
+    if own.limit is not None:
         limit = Limit.parse(own.limit)
     budget = _error_budget(own.error_budget)
     flags = [*(flags_of_file(own.config) if own.config else []), *rest]
-    if getattr(own, "micro_batch", None) is not None:
+    if own.micro_batch is not None:
         flags += ["--micro-batch-size", str(whole("--micro-batch", own.micro_batch))]
     from megatron_adacc.megatron.read_job import ranks_of_one_replica
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_adacc import cli
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron import plan_table
 from megatron_adacc.megatron.plan_notes import check_notes, check_plan, notes_of
 from megatron_adacc.planner import Compress, LayerPlan, Plan
 
@@ -100,6 +101,20 @@ class TestTable:
         assert "recompute" in softmax
         assert any(line.startswith("optimal, solved in ") for line in lines)
 
+    def test_bytes_stay_beside_their_unit(self, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        site = {"site": "s" * 64, "bytes": 2**27, "action": "compress:bitmask[]", "held_bytes": 2**24, "shared": False}
+        groups = [{"module": "layer", "layers": [[n, n]], "sites": [site]} for n in range(3)]
+        monkeypatch.setattr(plan_table, "actions_data", lambda plan: groups)
+        monkeypatch.delenv("COLUMNS", raising=False)
+        plan_table._actions(plan_table.console(), None, "title")  # type: ignore[arg-type]
+        assert any(line.count("bitmask 16.0 MiB") == 3 for line in capsys.readouterr().out.splitlines())
+        monkeypatch.setenv("COLUMNS", "125")
+        plan_table._actions(plan_table.console(), None, "title")  # type: ignore[arg-type]
+        lines = capsys.readouterr().out.splitlines()
+        (first,) = [number for number, line in enumerate(lines) if line.strip().startswith("sss")]
+        assert lines[first].split()[3:] == ["bitmask"] * 3
+        assert lines[first + 1].split() == ["16.0", "MiB"] * 3
+
     def test_stages_differ_in_what_is_in_flight(self, capsys: pytest.CaptureFixture) -> None:
         pipeline = ["--pipeline-model-parallel-size", "4", "--global-batch-size", "16"]
         content = plan(capsys, *SMALL, *pipeline, "--limit", "50%")
@@ -156,7 +171,11 @@ class TestMistakes:
         content = plan(capsys, *SMALL, "--limit", least)
         assert content["refusal"] is None
         below = f"{float(least[:-1]) - 0.02:.2f}%"
-        assert "No plan fits into" in refused(capsys, "plan", *DEVICE, *SMALL, "--limit", below)
+        assert cli.main(["plan", *DEVICE, *SMALL, "--limit", below]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.startswith("adacc plan: error: No plan fits into")
+        assert "No plan fits into" not in printed.out
+        assert "The plan shown is the one of the least memory." in printed.out.splitlines()
 
 
 ARGS: dict[str, Any] = {

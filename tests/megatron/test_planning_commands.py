@@ -1,5 +1,6 @@
 """adacc max-batch, frontier and explain."""
 
+import argparse
 import itertools
 import json
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_adacc import cli
-from megatron_adacc.megatron import max_batch_command
+from megatron_adacc.megatron import frontier_command, max_batch_command
 from megatron_adacc.megatron.max_batch_command import largest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -24,6 +25,13 @@ def refused(capsys: pytest.CaptureFixture, *arguments: str) -> str:
     assert cli.main(list(arguments)) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     return sentence
+
+
+def help_of(module: Any) -> str:
+    """What --help says, in one line."""
+    parser = argparse.ArgumentParser()
+    module.configure(parser)
+    return " ".join(parser.format_help().partition("options:")[2].split())
 
 
 class Lines:
@@ -104,6 +112,16 @@ class TestMaxBatch:
         sentence = refused(capsys, "max-batch", *GPT_117M, "--limit", "25%")
         assert "--limit 25% is a share of what a micro-batch holds: give bytes" in sentence
 
+    def test_help_and_what_is_looked_for(self, capsys: pytest.CaptureFixture) -> None:
+        options = help_of(max_batch_command)
+        assert "--micro-batch" not in options
+        assert "--limit LIMIT bytes, such as 30GiB (default: memory less 5 %)" in options
+        assert "25%" not in options
+        assert "over layers; default: 0.02)" in options
+        assert refused(capsys, "max-batch", *GPT_117M, "--micro-batch", "8") == (
+            "adacc max-batch: error: adacc max-batch looks for the micro-batch: leave --micro-batch out."
+        )
+
 
 @pytest.fixture(scope="class")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], bytes, str]:
@@ -150,6 +168,7 @@ class TestFrontier:
     def test_a_limit_makes_no_sense(self, capsys: pytest.CaptureFixture) -> None:
         sentence = refused(capsys, "frontier", *GPT_117M, "--limit", "20GiB")
         assert sentence == "adacc frontier: error: adacc frontier goes through all limits: leave --limit out."
+        assert "--limit" not in help_of(frontier_command)
 
     def test_without_matplotlib(self, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatron_adacc.megatron import frontier_chart
