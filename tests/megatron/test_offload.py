@@ -56,7 +56,9 @@ def test_offload_changes_no_loss_and_holds_what_adacc_memory_predicts(train, zyg
     said = f"state offload: at most {eight['device_bytes']:,} bytes on the device, {eight['away_bytes']:,} in a file in"
     assert f"{said} {tmp_path}\n" in away.text
     assert f"2 groups: up to {written_bytes(delayed['waiting_bytes'])} of gradients wait" in away.text
-    for row, own in zip(plain.report["iterations"], away.report["iterations"], strict=True):
+    # What was fetched before the first step is older than the meter's table: that step's figure is an upper bound.
+    rows = zip(plain.report["iterations"][1:], away.report["iterations"][1:], strict=True)
+    for row, own in rows:
         assert row["peak_bytes"] - own["peak_bytes"] >= eight["away_bytes"] - eight["device_bytes"] > 100_000
     assert eight["total_bytes"] == (
         stage["total_bytes"] - stage["bytes"]["moments"] + eight["device_bytes"] + delayed["waiting_bytes"]
