@@ -30,7 +30,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Why each tensor of a plan got its action, and what the next best would have cost; or, from a run's report, "
         "how its plan changed."
     )
-    parser.add_argument("plan", metavar="FILE", help="a plan file of adacc plan -o, or a report of --adacc-report")
+    parser.add_argument(
+        "plan",
+        metavar="FILE",
+        help="a plan file of adacc plan -o (one of adacc trace -o does not say why), or a report of --adacc-report",
+    )
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
 
 
@@ -61,7 +65,8 @@ def heading(plan: Plan) -> str:
     kind = "lossless" if plan.lossless else "lossy"
     return (
         f"Plan {plan.name} ({kind}), predicted for {notes}.\n"
-        "What one action less would cost, in microseconds of a micro-batch over all layers of a group, and hold:"
+        "For each tensor its action is forbidden and all other actions of its group of layers are chosen anew in the "
+        "same room, so that less may be held; microseconds are those of a micro-batch over all layers of the group:"
     )
 
 

@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_adacc.atomic import write_text
+from megatron_adacc.cost.devices import device, device_names
 from megatron_adacc.cost.gpt_parameters import count
 from megatron_adacc.cost.in_flight import heaviest
 from megatron_adacc.cost.job import Job
@@ -26,6 +26,7 @@ from megatron_adacc.cost.static_memory import OPTIMIZERS, PRECISIONS, StaticByte
 from megatron_adacc.errors import UserError
 from megatron_adacc.megatron import delayed_bytes, memory_finetuning, state_bytes
 from megatron_adacc.megatron.trace_flags import flags_of_file, parse_known
+from megatron_adacc.outputs import check_folders, write
 
 PROGRAM = "adacc memory"
 FORMAT = 1
@@ -46,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "adacc memory --params N [--optimizer adam|sgd] [--precision fp32|fp16|bf16] [--world N] [--zero 0|1|2|3]\n"
         f"                    [{_FP32_GRADIENTS}]\n"
-        "       adacc memory [--config FILE] [--micro-batch N] [--world N] [--device cuda|cpu] [Megatron's flags]\n"
+        "       adacc memory [--config FILE] [--micro-batch N] [--world N] [--device NAME] [Megatron's flags]\n"
         "       adacc memory ... --adacc-dgr-group-size N [--adacc-dgr-offload]\n"
         "       adacc memory ... --lora-rank R [--base 16bit|nf4|nf4-double|int8|gptq4] [--lora-targets NAMES]"
     )
@@ -64,7 +65,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a YAML of Megatron's flags by name, such as configs/*.yaml")
     parser.add_argument("--micro-batch", metavar="N", help="the same as --micro-batch-size N")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="with a model: where it is trained (default: cuda)"
+        "--device",
+        metavar="NAME",
+        default="cuda",
+        help=f"with a model: where it is trained: cuda or cpu, or a GPU, for which bytes are cuda's: "
+        f"{', '.join(device_names())} (default: cuda)",
     )
     # A job's own flags say the same.
     parser.add_argument(
@@ -90,14 +95,14 @@ def run(args: Namespace) -> int:
     own, rest = parse_known(parser, args.arguments)
     if own.params is None and own.config is None and not rest:
         raise UserError("Give a model: --params N, or --config FILE and Megatron's flags (see adacc memory --help).")
+    check_folders(own.json)
+    if own.device not in ("cuda", "cpu"):
+        device(own.device)  # a GPU of the table, or a sentence
     memory_finetuning.check(own, _whole("--lora-rank", own.lora_rank, 0))
     content = _of_parameters(own, rest) if own.params is not None else _of_job(own, rest)
     text = json.dumps(content, indent=1) + "\n"
     if own.json and own.json != "-":
-        try:
-            write_text(own.json, text)
-        except OSError as error:
-            raise UserError(f"{own.json} cannot be written: {error.strerror}.") from None
+        write(own.json, text)
     if own.json == "-":
         sys.stdout.write(text)
     elif own.lora_rank is not None:
@@ -172,7 +177,7 @@ def _of_job(own: Namespace, rest: list[str]) -> dict[str, Any]:
         raise UserError(
             f"--world is {world}, but the model is split over {smallest} ranks: give a multiple of {smallest}."
         )
-    cuda = own.device == "cuda"
+    cuda = own.device != "cpu"
     args = args_of_flags(PROGRAM, flags, world, cuda)
     job = job_of_args(args, cuda)
     if own.lora_rank is not None:
@@ -223,15 +228,17 @@ def _show(content: dict[str, Any]) -> None:
         table.add_column("bytes" if alone else f"stage {stage['stage']}", justify="right")
     if alone:
         table.add_column("a parameter", justify="right")
+        table.add_column("GiB", justify="right")
 
     def add(label: str, values: list[int], style: str | None = None, each: bool = False) -> None:
-        share = [f"{values[0] / stages[0]['parameters']:.4g}"] if alone and each else []
+        share = [f"{values[0] / stages[0]['parameters']:.4g}" if each else "", in_gib(values[0])] if alone else []
         table.add_row(label, *(f"{value:,}" for value in values), *share, style=style)
 
     for name, label in _PARTS.items():
         add(label, [stage["bytes"][name] for stage in stages], each=True)
-    add("in all", [stage["total_bytes"] for stage in stages], "bold", each=True)
-    table.add_row("in GiB", *(f"{stage['total_bytes'] / GIB:.2f}" for stage in stages))
+    add("total", [stage["total_bytes"] for stage in stages], "bold", each=True)
+    if not alone:
+        table.add_row("in GiB", *(in_gib(stage["total_bytes"]) for stage in stages))
     state_bytes.add_rows(table, stages, alone)
     delayed_bytes.add_rows(table, stages, alone)
     table.add_section()
@@ -239,7 +246,7 @@ def _show(content: dict[str, Any]) -> None:
         table.add_row("[bold]outside the layers[/bold]")
         add("alive whenever a layer runs, with the above", [stage["fixed_bytes"] for stage in stages])
         add("and between forward and backward", [stage["transient_bytes"] for stage in stages])
-        add("while the optimizer steps, in all", [stage["step_bytes"] for stage in stages])
+        add("total while the optimizer steps", [stage["step_bytes"] for stage in stages])
         layers, alive = ([_joined(stage[name]) for stage in stages] for name in ("layers", "in_flight"))
         table.add_row("[bold]the layers[/bold]")
         table.add_row("layers" + _of_chunks(stages), *layers)
@@ -252,6 +259,11 @@ def _show(content: dict[str, Any]) -> None:
             f"Megatron's own estimate of the parameters, gradients and optimizer state of the fullest rank is "
             f"{content['megatron_static_bytes']:,} bytes; docs/memory.md says what it leaves out."
         )
+
+
+def in_gib(nbytes: int) -> str:
+    """Empty where nothing would be seen."""
+    return f"{nbytes / GIB:,.2f}" if nbytes >= GIB / 100 else ""
 
 
 def _joined(values: Sequence[int]) -> str:

@@ -101,7 +101,7 @@ def show(content: dict[str, Any]) -> None:
     if shapes:
         add("the layers' inputs, under full recompute", [stage["layer_input_bytes"] for stage in stages])
         add("activations outside the layers, at most", [stage["outside_bytes"] for stage in stages])
-    add("in all", [stage["total_bytes"] for stage in stages], "bold")
+    add("total", [stage["total_bytes"] for stage in stages], "bold")
     table.add_row("in GiB", *(f"{stage['total_bytes'] / GIB:.2f}" for stage in stages), end_section=True)
     add("all parameters trained: without activations", [stage["full_training_bytes"] for stage in stages])
     table.add_row("in GiB", *(f"{stage['full_training_bytes'] / GIB:.2f}" for stage in stages))

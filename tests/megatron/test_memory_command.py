@@ -61,8 +61,8 @@ def test_1_5_billion_parameters(capsys):
     assert (rank["total_bytes"], rank["bytes_per_parameter"]) == (24_000_000_000, 16)
     assert cli.main(arguments) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["in", "all", "24,000,000,000", "16"] in rows
-    assert ["parameters", "3,000,000,000", "2"] in rows
+    assert ["total", "24,000,000,000", "16", "22.35"] in rows
+    assert ["parameters", "3,000,000,000", "2", "2.79"] in rows
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,8 @@ def test_nothing_heavy_is_imported_to_count_parameters():
             [*SMALL, "--tensor-model-parallel-size", "0"],
             "--tensor-model-parallel-size is '0', but it must be a whole number of at least 1.",
         ),
-        (["--params", "1e9", "--json", "/absent/memory.json"], "/absent/memory.json cannot be written:"),
+        (["--json", "/absent/memory.json", "--config", "absent.yaml"], "/absent/memory.json cannot be written:"),
+        ([*SMALL, "--device", "abacus"], "There is no device 'abacus' in the device table; there are v100-32gb"),
     ],
 )
 def test_sentences(arguments, sentence, capsys):
@@ -209,6 +210,16 @@ def test_flags_that_need_a_gpu_are_read_without_one(flags, layers, per_parameter
     assert {stage["bytes_per_parameter"] for stage in stages} == {per_parameter}
 
 
+def test_a_named_gpu_means_the_bytes_of_cuda(adacc, tmp_path):
+    found = {}
+    for name in ("cuda", "cpu", "V100-32GB"):
+        code, text = adacc("memory", *SMALL, "--device", name, "--json", str(tmp_path / "memory.json"))
+        assert code == 0, text
+        found[name] = json.loads((tmp_path / "memory.json").read_text())
+    assert found["V100-32GB"] == found["cuda"]
+    assert found["cpu"]["stages"][0]["fixed_bytes"] > found["cuda"]["stages"][0]["fixed_bytes"]
+
+
 def test_configs_against_megatron(fork):
     """Every config is parsed by Megatron, has the parameters that its comment says, and differs from Megatron's
     estimate by exactly the bytes that are explained."""
@@ -270,7 +281,7 @@ def test_a_fine_tuning_of_65_billion_parameters_fits_48_gb(capsys):
         for line in capsys.readouterr().out.splitlines()
         if line.strip()
     }
-    assert (lines["in all"], lines["bits a parameter"]) == (f"{rank['total_bytes']:,}", "4.127")
+    assert (lines["total"], lines["bits a parameter"]) == (f"{rank['total_bytes']:,}", "4.127")
 
 
 def test_a_fine_tuning_of_a_model_counts_its_matrices(adacc, tmp_path):

@@ -193,6 +193,7 @@ class TestExplain:
         assert cli.main(["explain", str(explained), "--html", str(page)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("Plan auto (lossless), predicted for num-layers 4, hidden-size 256, ")
+        assert lines[1].startswith("For each tensor its action is forbidden and all other actions of its group")
         reasons = json.loads(explained.read_text())["reasons"]
         places = {place for r in reasons for first, last in r["layers"] for place in range(first, last + 1)}
         assert places == {0, 1, 2, 3}
@@ -208,6 +209,9 @@ class TestExplain:
         path = tmp_path / "bare.json"
         path.write_text('{"format": 1, "name": "p", "notes": {}, "layers": []}')
         assert "does not say why its actions were chosen" in refused(capsys, "explain", str(path))
+        with pytest.raises(SystemExit):
+            cli.main(["explain", "--help"])
+        assert "one of adacc trace -o does not say why" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.parametrize(
         ("text", "words"),
