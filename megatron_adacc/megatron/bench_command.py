@@ -17,27 +17,31 @@ import os
 import platform
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from megatron_adacc.atomic import write_text
 from megatron_adacc.errors import UserError
-from megatron_adacc.megatron.bench_run import Case, Row
+from megatron_adacc.megatron.bench_progress import Told
+from megatron_adacc.megatron.bench_run import REFERENCES, Case, Row
 from megatron_adacc.megatron.bench_table import draw, summary, table
 from megatron_adacc.megatron.trace_flags import model_flags, parse_known
+from megatron_adacc.outputs import check_folders, write
 
 PROGRAM = "adacc bench"
 FORMAT = 1
+PARTS = ("layers", "scaling")
 PERCENTS = (5, 10, 25, 50)
 PEERS = ("plain", "full", "selective", "checkpoint", "matmuls")
 _TRIES = 3  # to bring a plan's measured peak below its peer's
 COMPILED = ("compiled 0", "compiled 0.25", "compiled 0.5", "compiled 0.75")
 OURS = ("recompute", "compress", "quantize")
+STRATEGIES = (*PEERS, *COMPILED, *OURS, "keep", "paper", "auto")
+
+SHORT = "adacc bench --suite cpu --part layers --model gpt --only plain full auto --percent 25 --rounds 1"
 
 GPT = {"normalization": "LayerNorm"}
 LLAMA = {
@@ -79,19 +83,46 @@ SUITES = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """Our own options; all others are Megatron's flags."""
     parser.usage = (
-        "adacc bench --suite cpu|gpu [--part PART] [--rounds N] [--json FILE] [--png FILE] [Megatron's flags]"
+        "adacc bench --suite cpu|gpu [--part PART]... [--model MODEL]... [--only STRATEGY ...] [--percent P ...]\n"
+        "                   [--rounds N] [--threads N] [--at-once N] [--json FILE|-] [--png FILE] [Megatron's flags]"
     )
     parser.description = "Compare strategies for activation memory on Megatron's layers, on this machine."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"""\
+The whole suite takes an hour or more on a CPU: every strategy is a process of its own that imports, traces and
+compiles for itself. Without a terminal, a line on stderr says what is finished. Some minutes are enough for
+
+    {SHORT}"""
     parser.add_argument("--suite", choices=list(SUITES), help="cpu: small layers; gpu: those of GPT-345M")
-    parser.add_argument("--part", action="append", choices=("layers", "scaling"), help="default: both")
-    parser.add_argument("--model", action="append", choices=("gpt", "llama"), help="of the part layers; default: both")
-    parser.add_argument("--only", nargs="+", metavar="STRATEGY", help="of the part layers; default: all")
     parser.add_argument(
-        "--percent", nargs="*", type=int, default=list(PERCENTS), help="auto's limits, of plain's bytes"
+        "--part",
+        action="append",
+        choices=PARTS,
+        help="layers: all strategies on a GPT and a Llama-style layer; scaling: plain, full and auto while layers, "
+        "sequence and micro-batch grow (default: both)",
     )
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="steps of each strategy that are timed")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process, on a CPU")
-    parser.add_argument("--at-once", type=int, default=6, metavar="N", help="processes that live at a time")
+    parser.add_argument("--model", action="append", choices=("gpt", "llama"), help="of the part layers (default: both)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="STRATEGY",
+        help=f"of the part layers: {', '.join(STRATEGIES)} (default: all but keep; compiled without dropout)",
+    )
+    parser.add_argument(
+        "--percent",
+        nargs="*",
+        type=int,
+        default=list(PERCENTS),
+        metavar="P",
+        help=f"limits of auto and paper, of plain's bytes (default: {' '.join(map(str, PERCENTS))})",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, metavar="N", help="steps of each strategy that are timed (default: 7)"
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process, on a CPU (default: 1)")
+    parser.add_argument(
+        "--at-once", type=int, default=6, metavar="N", help="processes that live at a time (default: 6)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures; - prints them instead of the tables")
     parser.add_argument("--png", metavar="FILE", help="draw step time over peak memory of the first case")
     parser.set_defaults(arguments=[])
@@ -107,21 +138,17 @@ def run(args: Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 130)  # a file has no width
     cases: list[dict[str, Any]] = []
     content: dict[str, Any] = {"format": FORMAT, "suite": own.suite, "machine": _machine(), "cases": cases}
-    parts = own.part or ["layers", "scaling"]
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True),
-        transient=True,
-    ) as progress:  # fmt: skip
-        task = progress.add_task("")
-        for title, case in _cases(own, size, flags, parts, lambda words: progress.update(task, description=words)):
+    work = _work(own, size, flags)
+    with Told(len(work)) as told:
+        for title, case in _measured(own, work, told):
             cases.append({"title": title, **_data(case, _clock(own.suite))})
             if own.json != "-":
-                progress.console.print(title, style="bold", highlight=False)
+                console.print(title, style="bold", highlight=False)
                 console.print(table(list(case.values()), _clock(own.suite)))
                 for line in summary(case, _clock(own.suite)):
                     console.print(f"- {line}", highlight=False)
             if own.json and own.json != "-":  # what is measured is not lost when a later case fails
-                _write(own.json, content)
+                write(own.json, json.dumps(content, indent=1) + "\n")
             if own.png and len(cases) == 1:
                 draw(case, title, _clock(own.suite), Path(own.png))
     if own.json == "-":
@@ -136,14 +163,11 @@ def _check(own: Namespace) -> None:
         if getattr(own, name) < 1:
             raise UserError(f"--{name} must be 1 or more; it is {getattr(own, name)}.")
     for name in own.only or ():
-        known = {*PEERS, *COMPILED, *OURS, "keep", "auto", "paper"}
-        if name not in known:
-            raise UserError(f"--only knows {', '.join(sorted(known))}; {name!r} is none of them.")
+        if name not in STRATEGIES:
+            raise UserError(f"--only knows {', '.join(STRATEGIES)}; {name!r} is none of them.")
     if any(not 0 < percent <= 100 for percent in own.percent):
         raise UserError("--percent takes whole numbers from 1 to 100.")
-    for path in (own.png, None if own.json == "-" else own.json):
-        if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            raise UserError(f"{path} cannot be written: its folder does not exist.")
+    check_folders(own.png, own.json)
     if own.suite == "gpu":
         import torch
 
@@ -153,34 +177,48 @@ def _check(own: Namespace) -> None:
             )
 
 
-def _cases(
-    own: Namespace, size: Size, flags: Sequence[str], parts: Sequence[str], said: Callable[[str], None]
-) -> Iterator[tuple[str, dict[str, Row]]]:
-    """Each case with its title, once it is measured."""
+@dataclass(frozen=True)
+class _Work:
+    """A case that is to be measured. ``flags``: Megatron's; ``percents``: auto's limits, of plain's bytes."""
+
+    title: str
+    flags: list[str]
+    names: Sequence[str]
+    percents: Sequence[int]
+
+
+def _work(own: Namespace, size: Size, flags: Sequence[str]) -> list[_Work]:
+    parts = own.part or PARTS
+    found = []
     for model in (own.model or ("gpt", "llama")) if "layers" in parts else ():
         for dropout in (0.1, 0.0) if model == "gpt" else (0.0,):
             title = f"{model}, {size.layers} layers, dropout {dropout:g}"
             names = own.only or [*PEERS, *(COMPILED if dropout == 0 else ()), *OURS, "paper", "auto"]
-            with _case(own, flags_of(size, model, dropout, flags), f"{title}: ", said) as case:
-                _all_strategies(case, names, own.percent)
-                yield title, case.rows
+            found.append(_Work(title, flags_of(size, model, dropout, flags), names, own.percent))
     for flag, values in size.growing if "scaling" in parts else ():
         for value in values:
-            title = f"scaling, {flag} {value}"
             extra = ["--" + flag, str(value)]
             extra += ["--max-position-embeddings", str(value)] if flag == "seq-length" else []
-            with _case(own, flags_of(size, "gpt", 0.1, [*flags, *extra]), f"{title}: ", said) as case:
-                _all_strategies(case, ["plain", "full", "auto"], ())
-                yield title, case.rows
+            of_case = flags_of(size, "gpt", 0.1, [*flags, *extra])
+            found.append(_Work(f"scaling, {flag} {value}", of_case, ["plain", "full", "auto"], ()))
+    return found
 
 
-def _case(own: Namespace, flags: Sequence[str], prefix: str, said: Callable[[str], None]) -> Case:
-    return Case(flags, own.rounds, own.threads, own.at_once, lambda words: said(prefix + words))
+def _measured(own: Namespace, work: Sequence[_Work], told: Told) -> Iterator[tuple[str, dict[str, Row]]]:
+    """Each case with its title, once it is measured."""
+    for one in work:
+        told.case(one.title)
+        with Case(one.flags, own.rounds, own.threads, own.at_once, told) as case:
+            _all_strategies(case, one.names, one.percents)
+            yield one.title, case.rows
 
 
 def _all_strategies(case: Case, names: Sequence[str], percents: Sequence[int]) -> None:
     """Peers first; then the paper's plans and ours, at the shares and at the bytes and peaks that peers needed."""
     peers = [name for name in names if name not in ("auto", "paper")]
+    with_references = list(dict.fromkeys([*REFERENCES, *peers]))
+    equal = [name for name in with_references if name != "plain" and name not in OURS] if "auto" in names else []
+    case.expected = len(with_references) + len(percents) * (("auto" in names) + ("paper" in names)) + len(equal)
     case.compare(peers)
     plain = case.rows["plain"]
     limits: dict[str, dict[str, Any]] = {}
@@ -190,9 +228,11 @@ def _all_strategies(case: Case, names: Sequence[str], percents: Sequence[int]) -
         limits |= {f"auto {percent}%": {"percent": percent} for percent in percents}
         lossless = [row for row in case.rows.values() if not row.note and row.name != "plain" and row.name not in OURS]
         limits |= {f"auto = {row.name} peak": {"peak": row.peak, "plain": plain.peak} for row in lossless}
-    for _ in range(_TRIES if limits else 0):
-        case.compare(list(limits), case.learn(limits))
-        limits = _lowered(case, limits)
+    case.expected = len(case.rows) + len(limits)
+    for _ in range(_TRIES):
+        if limits:
+            case.compare(list(limits), case.learn(limits))
+            limits = _lowered(case, limits)
 
 
 def _lowered(case: Case, limits: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -248,10 +288,3 @@ def _machine() -> dict[str, Any]:
 
 def _data(rows: dict[str, Row], clock: int) -> dict[str, Any]:
     return {"strategies": [row.to_data(clock) for row in rows.values()], "summary": summary(rows, clock)}
-
-
-def _write(path: str, content: dict[str, Any]) -> None:
-    try:
-        write_text(path, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from megatron_adacc.cost.cache import VARIABLE
 from megatron_adacc.errors import UserError
+from megatron_adacc.megatron.bench_progress import Told
 from megatron_adacc.megatron.bench_strategies import LEARN
 
 REFERENCES = ("plain", "full")  # in every group: what the ratios are to
@@ -116,15 +117,15 @@ class Process:
 
 
 class Case:
-    """All strategies on one model. ``at_once``: processes that live at a time. ``said``: called with what is being done
-    now, for a progress display."""
+    """All strategies on one model. ``at_once``: processes that live at a time. ``told``: of what is done.
+    ``expected``: how many strategies there will be, as far as is known; only shown."""
 
-    def __init__(
-        self, flags: Sequence[str], rounds: int, threads: int, at_once: int, said: Callable[[str], None]
-    ) -> None:
+    def __init__(self, flags: Sequence[str], rounds: int, threads: int, at_once: int, told: Told) -> None:
         self.rows: dict[str, Row] = {}
+        self.expected = 0
         self._flags, self._rounds, self._threads = list(flags), rounds, threads
-        self._at_once, self._said = max(len(REFERENCES) + 1, at_once), said
+        self._at_once, self._told = max(len(REFERENCES) + 1, at_once), told
+        self._numbers: dict[str, int] = {}  # of a strategy, from 1, in the order of their first steps
         self._folder = tempfile.TemporaryDirectory()
         self._path = Path(self._folder.name)
         self._gradients = self._path / "gradients.pt"
@@ -158,14 +159,20 @@ class Case:
             answer = plans.get(name, {})
             if "failed" in answer:
                 self.rows[name] = Row(name, note=answer["failed"])
+                self._told.done(f"{name}: no plan ({self._place(name)})")
                 continue
             content = {**json.loads(answer["plan"]), "name": ""} if "plan" in answer else name
             other = first.setdefault(json.dumps(content, sort_keys=True), name)
             if other != name:
                 self.rows[name] = Row(name, same_as=other, promised=answer)
+                self._told.done(f"{name}: the plan of {other} ({self._place(name)})")
             else:
                 left.append(name)
         return left
+
+    def _place(self, name: str) -> str:
+        number = self._numbers.setdefault(name, len(self._numbers) + 1)
+        return f"{number} of {max(self.expected, len(self._numbers))}"
 
     def _start(self, name: str, plans: Mapping[str, dict[str, Any]]) -> Process:
         path = None
@@ -182,7 +189,7 @@ class Case:
             for name in names:
                 if name in alive:
                     continue
-                self._said(f"{name}: first steps")
+                self._told.doing(f"{name}: first steps", f"strategy {self._place(name)}")
                 details = {key: value for key, value in plans.get(name, {}).items() if key != "plan"}
                 row = self.rows[name] = Row(name, promised=details or None)
                 process = None
@@ -190,8 +197,10 @@ class Case:
                     process = self._start(name, plans)
                     self._first(process, row)
                     alive[name] = process
+                    self._told.done(f"{name}: first steps done ({self._place(name)})")
                 except Failed as error:
                     row.note = str(error)
+                    self._told.done(f"{name}: failed ({self._place(name)})")
                     if process is not None:
                         process.end()
                     if name == REFERENCES[0]:
@@ -216,8 +225,9 @@ class Case:
 
     def _rounds_of(self, alive: Mapping[str, Process]) -> None:
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in alive}
+        names = ", ".join(name for name in alive if name not in REFERENCES) or ", ".join(alive)
         for number in range(self._rounds):
-            self._said(f"{', '.join(n for n in alive if n not in REFERENCES) or 'plain, full'}: round {number + 1}")
+            self._told.doing(names, f"round {number + 1} of {self._rounds}")
             for name in alive if number % 2 == 0 else reversed(list(alive)):
                 row = self.rows[name]
                 if row.note:
@@ -231,6 +241,7 @@ class Case:
                     continue
                 taken[name].append((answer["cpu"], answer["wall"]))
                 row.loss = answer["loss"]
+            self._told.done(f"{names}: round {number + 1} of {self._rounds} done")
         for name in alive:
             row = self.rows[name]
             if row.note:
@@ -242,9 +253,11 @@ class Case:
 
     def learn(self, limits: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Plans for these limits, from costs that are measured once."""
-        self._said("costs of ops and codecs")
+        self._told.doing("costs of ops and codecs, and plans")
         if self._learner is None:
             log = self._path / "learn.log"
             self._learner = Process(LEARN, self._flags, self._threads, None, self._path / "prices", log)
             self._learner.ask("warm_up")
-        return self._learner.ask("plans", limits=dict(limits))
+        answers = self._learner.ask("plans", limits=dict(limits))
+        self._told.done("costs of ops and codecs, and plans done")
+        return answers
