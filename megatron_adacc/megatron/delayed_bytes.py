@@ -80,4 +80,4 @@ def add_rows(table: Any, stages: Sequence[dict[str, Any]], alone: bool) -> None:
         offload = [one["offload"][bits] for one in delayed]
         add(f"moments in {bits} bits, offloaded: on the device", [one["device_bytes"] for one in offload])
         add("  elsewhere", [one["away_bytes"] for one in offload])
-        add("  in all, with the gradients that wait", [one["total_bytes"] for one in offload])
+        add("  total, with the gradients that wait", [one["total_bytes"] for one in offload])

@@ -98,4 +98,4 @@ def add_rows(table: Any, stages: Sequence[dict[str, Any]], alone: bool) -> None:
             if None in values:
                 continue
             each = [f"{values[0] / stages[0]['parameters']:.4g}"] if alone else []
-            table.add_row(f"moments in {bits} bits{label}: in all", *(f"{value:,}" for value in values), *each)
+            table.add_row(f"total, moments in {bits} bits{label}", *(f"{value:,}" for value in values), *each)
