@@ -223,12 +223,12 @@ def _show(content: dict[str, Any]) -> None:
     alone = len(stages) == 1
     title = f"{content['parameters']:,} parameters: bytes on each rank" + ("" if alone else " of a pipeline stage")
     table = Table(title=title, box=box.SIMPLE_HEAD)
-    table.add_column("through the whole training", no_wrap=True)
+    table.add_column("through the whole training")  # what gives way in a narrow terminal
     for stage in stages:
-        table.add_column("bytes" if alone else f"stage {stage['stage']}", justify="right")
+        table.add_column("bytes" if alone else f"stage {stage['stage']}", justify="right", no_wrap=True)
     if alone:
-        table.add_column("a parameter", justify="right")
-        table.add_column("GiB", justify="right")
+        table.add_column("a parameter", justify="right", no_wrap=True)
+        table.add_column("GiB", justify="right", no_wrap=True)
 
     def add(label: str, values: list[int], style: str | None = None, each: bool = False) -> None:
         share = [f"{values[0] / stages[0]['parameters']:.4g}" if each else "", in_gib(values[0])] if alone else []
@@ -251,7 +251,7 @@ def _show(content: dict[str, Any]) -> None:
         table.add_row("[bold]the layers[/bold]")
         table.add_row("layers" + _of_chunks(stages), *layers)
         table.add_row("micro-batches in flight" + _of_chunks(stages), *alive)
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", str(60 + 20 * len(stages))))
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", str(60 + 20 * (3 if alone else len(stages)))))
     console = Console(width=width, highlight=False)
     console.print(table)
     if "megatron_static_bytes" in content:

@@ -294,6 +294,7 @@ def test_a_fine_tuning_of_a_model_counts_its_matrices(adacc, tmp_path):
         given = ["--adacc-lora-rank", "4", "--adacc-base", base, "--lora-targets", "linear_qkv,linear_fc2"]
         code, text = adacc("memory", *flags, *given, "--json", str(path))
         assert code == 0, text
+        assert "\u2026" not in text  # no figure is cut
         (found[base],) = json.loads(path.read_text())["stages"]
     assert found["16bit"]["parameters"] == 4 * linears + outer
     assert found["16bit"]["base_bytes"] == 4 * found["16bit"]["parameters"]
