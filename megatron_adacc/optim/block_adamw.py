@@ -380,18 +380,18 @@ def _weights(flat: Tensor, state: dict[str, Any], chunk: Chunk) -> Tensor:
 
 
 def _put_weights(flat: Tensor, state: dict[str, Any], chunk: Chunk, weight: Tensor) -> None:
-    parameter = take(flat, chunk)
     if "remainder" in state:
-        remainder = take(state["remainder"], chunk)
+        parameter, remainder = take(flat, chunk), take(state["remainder"], chunk)
         masters.split(weight, parameter, remainder)
         put(state["remainder"], chunk, remainder)
         put(flat, chunk, parameter)
-    elif "master" in state:
+        return
+    if "master" in state:
         put(state["master"], chunk, weight)
-        parameter.copy_(weight)
-        put(flat, chunk, parameter)
-    else:
-        put(flat, chunk, weight)
+        if isinstance(chunk.rows, slice):
+            take(flat, chunk).copy_(weight)
+        weight = weight.to(flat.dtype)
+    put(flat, chunk, weight)
 
 
 def _remainder(master: str, parameter: Tensor) -> bool:
