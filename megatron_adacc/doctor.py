@@ -372,7 +372,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, judge and report; 0 if pretrain_gpt.py can run here, else 1."""
-    check_folders(args.json)
+    check_folders(or_printed=args.json)
     with _waiting():
         machine = inspect_machine()
     diagnosis = diagnose(machine)

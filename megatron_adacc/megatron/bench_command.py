@@ -167,7 +167,7 @@ def _check(own: Namespace) -> None:
             raise UserError(f"--only knows {', '.join(STRATEGIES)}; {name!r} is none of them.")
     if any(not 0 < percent <= 100 for percent in own.percent):
         raise UserError("--percent takes whole numbers from 1 to 100.")
-    check_folders(own.png, own.json)
+    check_folders(own.png, or_printed=own.json)
     if own.suite == "gpu":
         import torch
 

@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
             raise UserError(
                 f"--{name} is missing: adacc evaluate --task FILE.jsonl --checkpoint DIR <Megatron's flags>."
             )
-    check_folders(own.json)
+    check_folders(or_printed=own.json)
     for name in ("checkpoint", "base"):
         folder = getattr(own, name)
         if folder is not None and not Path(folder).is_dir():

@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
     if request.limit is not None:
         raise UserError("adacc frontier goes through all limits: leave --limit out.")
     points = POINTS if own.points is None else planning.whole("--points", own.points)
-    check_folders(own.png, own.html, own.json)
+    check_folders(own.png, own.html, or_printed=own.json)
     if own.png or own.html:
         from megatron_adacc.megatron import frontier_chart
 

@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--limit {own.limit} is a share of what a micro-batch holds: give bytes, such as 30GiB.")
     if own.error_budget is None:
         request = replace(request, error_budget=ERROR_BUDGET)
-    check_folders(own.json)
+    check_folders(or_printed=own.json)
     sequences = [planning.whole("--sequence", text) for text in own.sequence or ()]
     found = []
     for sequence in sequences or _default_sequences(request):

@@ -95,7 +95,7 @@ def run(args: Namespace) -> int:
     own, rest = parse_known(parser, args.arguments)
     if own.params is None and own.config is None and not rest:
         raise UserError("Give a model: --params N, or --config FILE and Megatron's flags (see adacc memory --help).")
-    check_folders(own.json)
+    check_folders(or_printed=own.json)
     if own.device not in ("cuda", "cpu"):
         device(own.device)  # a GPU of the table, or a sentence
     memory_finetuning.check(own, _whole("--lora-rank", own.lora_rank, 0))
@@ -251,7 +251,8 @@ def _show(content: dict[str, Any]) -> None:
         table.add_row("[bold]the layers[/bold]")
         table.add_row("layers" + _of_chunks(stages), *layers)
         table.add_row("micro-batches in flight" + _of_chunks(stages), *alive)
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", str(60 + 20 * (3 if alone else len(stages)))))
+    wide = str(60 + 20 * (3 if alone else len(stages)))
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", wide))
     console = Console(width=width, highlight=False)
     console.print(table)
     if "megatron_static_bytes" in content:

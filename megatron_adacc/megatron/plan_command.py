@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
     parser = argparse.ArgumentParser(prog=PROGRAM, allow_abbrev=False, exit_on_error=False)
     configure(parser)
     own, request = planning.read(parser, args.arguments)
-    check_folders(own.output, own.json)
+    check_folders(own.output, or_printed=own.json)
     from megatron_adacc.megatron.offline_facts import learn
     from megatron_adacc.megatron.offline_flags import fused_functions
 

@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, predict, print. Raises UserError where there is neither a run nor --predict."""
-    check_folders(args.json)
+    check_folders(or_printed=args.json)
     spec = device(args.device)
     found = records.load(Path(args.folder))
     models = args.model or [key for key in EXPERIMENTS if args.predict or any(one.model == key for one in found)]

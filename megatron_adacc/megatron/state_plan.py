@@ -72,11 +72,12 @@ class StateAdamW(BlockAdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As BlockAdamW's. The distributed optimizer's float32 shards are views of the model's parameters, which torch
         takes for results of a computation, unless the optimizer is said to be differentiable."""
-        self.defaults["differentiable"] = True
+        own = self.defaults
+        self.defaults = {**own, "differentiable": True}
         try:
             super().add_param_group({"differentiable": False} | param_group)
         finally:
-            del self.defaults["differentiable"]
+            self.defaults = own
 
     def parameters(self) -> list[Tensor]:
         """Of all groups: what is updated, float32 main copies or the model's own."""
@@ -259,7 +260,7 @@ class Exchange:
         if self._args.adacc_dgr_offload:
             away = place_for(parameters[0].device, self._args.adacc_dgr_offload_dir)
         optimizer = StateAdamW(groups, bits, least, limit_bytes, self._args.seed, chosen_jointly(self._args), away)
-        optimizer.defaults = inner.defaults
+        optimizer.defaults = {**optimizer.defaults, **inner.defaults}
         made.optimizer = optimizer
         self._made.append(optimizer)
         made.init_state_fn = _init_state

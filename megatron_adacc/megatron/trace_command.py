@@ -162,7 +162,7 @@ def _check_own(own: Namespace) -> None:
             + (way_out if own.plan == "auto" else "")
         )
     strategies.get(own.plan)  # a file that is no plan is refused before anything is built
-    check_folders(own.html, own.output, own.json)
+    check_folders(own.html, own.output, or_printed=own.json)
 
 
 def _trace(flags: list[str], plan: str) -> tuple["LayerGraph", dict[int, "Fate"], list[Row], Totals, "Handle"]:

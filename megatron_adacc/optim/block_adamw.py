@@ -119,7 +119,7 @@ class BlockAdamW(Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
-        except UserError:
+        except Exception:
             del self.param_groups[-1]
             raise
 
@@ -183,7 +183,7 @@ class BlockAdamW(Optimizer):
     def moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
         """AdamW's exp_avg and exp_avg_sq of a parameter, float32 of its shape and strides."""
         state = self._state_of(parameter)
-        if self._away is not None:
+        if self._away is not None and self._away.holds(parameter):
             state = {**state, **self._away.look(parameter)}
         m, v = (torch.empty_like(parameter, dtype=torch.float32) for _ in range(2))
         read(state, state["layout"], flat_view(m, parameter), flat_view(v, parameter), self._chunk_blocks)
@@ -224,9 +224,8 @@ class BlockAdamW(Optimizer):
 
     def moment_bytes(self, parameter: Tensor) -> int:
         """Of a parameter's m, v and exponents, wherever they lie; 0 before it has a state."""
-        if self._away is not None:
-            return self._away.nbytes(parameter)
-        return sum(value.nbytes for name, value in self.state.get(parameter, {}).items() if is_moment(name))
+        here = sum(value.nbytes for name, value in self.state.get(parameter, {}).items() if is_moment(name))
+        return here if self._away is None else here + self._away.nbytes(parameter)
 
     def _bytes_beside(self) -> int:
         """Of the state other than m and v."""
@@ -239,8 +238,7 @@ class BlockAdamW(Optimizer):
         if self._away is not None:
             for index, _, parameter in self._numbered():
                 if self._away.holds(parameter):
-                    moments = self._away.look(parameter)
-                    copies = {name: value.to("cpu", copy=True) for name, value in moments.items()}
+                    copies = {n: value.to("cpu", copy=True) for n, value in self._away.look(parameter).items()}
                     result["state"][index] = {**result["state"][index], **copies}
         return result
 
@@ -280,10 +278,10 @@ class BlockAdamW(Optimizer):
         """
         # Optimizer's own would cast every tensor to the parameter's dtype, codes too.
         layouts = {parameter: state["layout"] for parameter, state in self.state.items()}
+        super().load_state_dict({"state": {}, "param_groups": with_own_options(state_dict, self.param_groups)})
         if self._away is not None:
             for parameter in layouts:
                 self._away.forget(parameter)
-        super().load_state_dict({"state": {}, "param_groups": with_own_options(state_dict, self.param_groups)})
         order = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, (_, _, parameter) in zip(order, self._numbered(), strict=True):
             saved = state_dict["state"].get(number)
@@ -327,7 +325,8 @@ class BlockAdamW(Optimizer):
             yield state
             return
         again = again and parameter in self._away.ahead()
-        state.update(self._away.get(parameter))
+        if self._away.holds(parameter):  # a place that was full did not take it
+            state.update(self._away.get(parameter))
         try:
             yield state
         finally:
@@ -338,7 +337,10 @@ class BlockAdamW(Optimizer):
     def _put_away(self, parameter: Tensor) -> None:
         if self._away is not None:
             state = self.state[parameter]
-            self._away.put_away(parameter, {name: state.pop(name) for name in list(state) if is_moment(name)})
+            moments = {name: value for name, value in state.items() if is_moment(name)}
+            self._away.put_away(parameter, moments)
+            for name in moments:  # only now: what a full place refused stays here
+                del state[name]
 
     def _step_parameter(self, index: int, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
         grad = parameter.grad
@@ -365,7 +367,7 @@ class BlockAdamW(Optimizer):
             else:
                 key = None
                 if self._stochastic:
-                    # A sequence for each precision, by position among its blocks: chunk_blocks changes no bit.
+                    # A sequence for each precision, by position among its blocks, whatever chunk_blocks is.
                     sequence, start = index * 64 + chunk.bits, chunk.first * BLOCK
                     key = key_tensor(self._seed, sequence, state["step"], start, parameter.device)
                 update_quantized(weight, gradient, views, on_device, key, chunk.bits, implementation)

@@ -143,11 +143,11 @@ def _encode_8(
     codes = _e4m3_codes(scaled, v_word, root=True).clamp_max(_E4M3_TOP)
     codes = torch.maximum(codes, (s > 0.0).to(torch.int32))
     back = _e4m3_values(codes.to(torch.uint8)) * _power_of_two(exponent)
-    # s' > s / 2, however s was rounded: with room for twice the largest m / s no q can leave the range.
-    largest = _largest(m_value / s)
-    q_exponent = _e4m3_exponent(2.0 * largest)
     # Where s is 0, m is 0 or so small that AdamW's eps drowns it; inf and NaN times 0 are NaN, as they should be.
     q = m_value * torch.where((s > 0.0) & (s < torch.inf), 1.0 / back, 0.0)
+    # s' > s / 2, however s was rounded: with room for twice the largest m / s no q can leave the range, and its largest
+    # need not be known. To the nearest it is, so that what was decoded gets its codes again.
+    q_exponent = _e4m3_exponent(_largest(q) if m_word is None else 2.0 * _largest(m_value / s))
     magnitude = q.abs() * _power_of_two(-q_exponent)
     q_codes = _e4m3_codes(magnitude.clamp_max(448.0), m_word, root=False).clamp_max(_E4M3_TOP)
     q_codes = torch.where(magnitude < torch.inf, q_codes, _E4M3_NAN)
@@ -255,9 +255,18 @@ def _encode_levels(v: Tensor, word: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _encode_linear(q: Tensor, word: Tensor | None) -> tuple[Tensor, Tensor]:
     """int32 codes [blocks, width] from -7 to 7, and int32 exponents [blocks]."""
-    exponent = torch.ceil(torch.log2(_largest(q).clamp_min(2.0**-30)) * 4.0).clamp_max(120.0)
+    # What log2 is off by must not lift the exponent of a block whose largest element is code 7.
+    exponent = torch.ceil(torch.log2(_largest(q).clamp_min(2.0**-30)) * 4.0 - 1e-3).clamp_max(120.0)
     finite = q.abs() < torch.inf
-    y = torch.where(finite, q, 0.0) * (7.0 / torch.exp2(exponent * 0.25)).unsqueeze(1)
+    whole = torch.where(finite, q, 0.0)
+    if word is None:
+        # Rounded up or down, a block's largest code may have become 5: what was decoded gets its exponent again.
+        least = exponent
+        for more in (2.0, 1.0, 0.0):
+            trial = whole * (7.0 / torch.exp2((least + more) * 0.25)).unsqueeze(1)
+            exponent = torch.where(((trial - torch.round(trial)).abs() < 1e-4).all(1), least + more, exponent)
+        exponent = exponent.clamp_max(120.0)
+    y = whole * (7.0 / torch.exp2(exponent * 0.25)).unsqueeze(1)
     rounded = torch.round(y) if word is None else torch.floor(y + _unit(word))
     code = rounded.clamp(-7.0, 7.0).to(torch.int32)
     return torch.where(finite, code, _NAN_CODE), exponent.to(torch.int32)

@@ -65,7 +65,7 @@ class FilePlace(Place):
         super().forget(key)
         piece = self._pieces.pop(key, None)
         if piece is not None:
-            self._free.append((piece.offset, piece.room))
+            self._give_back(piece)
 
     def _send(self, key: Hashable, tensors: Tensors) -> None:
         piece = self._piece(key, sum(tensor.nbytes for tensor in tensors.values()))
@@ -104,21 +104,34 @@ class FilePlace(Place):
         return tensors
 
     def _piece(self, key: Hashable, nbytes: int) -> _Piece:
-        """The key's part of the file, with room for so many bytes."""
+        """The key's part of the file, with room for so many bytes; where there is none, it keeps the part it has."""
         piece = self._pieces.get(key)
         if piece is not None and piece.room >= nbytes:
             return piece
-        if piece is not None:
-            self._free.append((piece.offset, piece.room))
-        fitting = min((one for one in self._free if one[1] >= nbytes), key=lambda one: one[1], default=None)
+        room = -(-nbytes // _PAGE) * _PAGE
+        fitting = min((one for one in self._free if one[1] >= room), key=lambda one: one[1], default=None)
         if fitting is None:
-            fitting = self._end, -(-nbytes // _PAGE) * _PAGE
-            self._reserve(*fitting)
-            self._end += fitting[1]
+            self._reserve(self._end, room)
+            offset, self._end = self._end, self._end + room
         else:
             self._free.remove(fitting)
-        self._pieces[key] = _Piece(*fitting)
+            offset, found = fitting
+            if found > room:
+                self._free.append((offset + room, found - room))
+        if piece is not None:
+            self._give_back(piece)
+        self._pieces[key] = _Piece(offset, room)
         return self._pieces[key]
+
+    def _give_back(self, piece: _Piece) -> None:
+        """Its part of the file is free, in one piece with free neighbours."""
+        parts: list[tuple[int, int]] = []
+        for offset, room in sorted([*self._free, (piece.offset, piece.room)]):
+            if parts and sum(parts[-1]) == offset:
+                parts[-1] = (parts[-1][0], parts[-1][1] + room)
+            else:
+                parts.append((offset, room))
+        self._free = parts
 
     def _reserve(self, offset: int, room: int) -> None:
         try:

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     plan fits."""
     if not 0 < args.time_limit < math.inf:
         raise UserError(f"--time-limit must be a number of seconds above 0, not {args.time_limit}.")
-    check_folders(args.json)
+    check_folders(or_printed=args.json)
     problem = read_problem(args.problem)
     from megatron_adacc.planner.stage import solve_stage
 

@@ -153,6 +153,7 @@ class TestMistakes:
             ([*SMALL, *DEVICE, "--world", "3", "--tensor-model-parallel-size", "2"], "give a multiple of 2"),
             ([*SMALL, *DEVICE, "--error-budget", "-1"], "--error-budget is -1, but an error is a number from 0 up"),
             ([*SMALL, *DEVICE, "-o", "/nowhere/plan.json"], "its folder does not exist"),
+            ([*SMALL, *DEVICE, "-o", "-"], "- stands for standard output, which takes JSON alone"),
             ([*SMALL, *DEVICE, "--bogus"], "unrecognized arguments: --bogus"),
             ([*DEVICE, "--config", "/nowhere.yaml"], "The config /nowhere.yaml cannot be read"),
         ],

@@ -228,6 +228,39 @@ def test_what_was_not_written_is_not_read(monkeypatch):
         place.get("key")
 
 
+def test_what_a_full_disk_refused_is_still_there(monkeypatch):
+    """A layout of more bits asks for more room; the moments are in memory then, and the next step has them."""
+    run = Run(2, place_for(CPU))
+    run.steps(range(3))
+    exact = Run(2)
+    exact.steps(range(3))
+    parameter = run.parameters[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UserError, match="does not get into its file"):
+            run.optimizer.set_layout(parameter, 32)
+    exact.optimizer.set_layout(exact.parameters[0], 32)
+    assert run.optimizer.state_bytes() == exact.optimizer.state_bytes()
+    assert {"m32", "v32"} <= set(run.optimizer.state_dict()["state"][0])
+    assert all(map(torch.equal, run.optimizer.moments(parameter), exact.optimizer.moments(exact.parameters[0])))
+    for one in (run, exact):
+        one.steps(range(3, 9))
+    assert all(map(torch.equal, run.parameters, exact.parameters))
+
+
+def test_a_state_dict_that_is_refused_changes_nothing():
+    run, exact = Run(2, place_for(CPU)), Run(2)
+    for one in (run, exact):
+        one.steps(range(3))
+    state = run.optimizer.state_dict()
+    short = {"state": state["state"], "param_groups": [{**state["param_groups"][0], "params": [0, 1]}]}
+    with pytest.raises(ValueError, match="parameter group"):
+        run.optimizer.load_state_dict(short)
+    for one in (run, exact):
+        one.steps(range(3, 9))
+    assert all(map(torch.equal, run.parameters, exact.parameters))
+
+
 def test_a_file_that_has_lost_its_end():
     place = FilePlace()
     place.put_away("key", {"m32": torch.ones(5000)})
@@ -268,6 +301,20 @@ def test_room_in_the_file_is_used_again():
 
 
 # ---- the place of a GPU, without a GPU ----
+
+
+def test_free_neighbours_in_the_file_are_one_place():
+    place = FilePlace()
+    for key in range(3):
+        place.put_away(key, {"m": torch.full((1024,), float(key))})
+    end = place._end
+    for key in range(2):
+        place.forget(key)
+    place.put_away("large", {"m": torch.full((2000,), 7.0)})  # not on the one page that either had
+    place.put_away("small", {"m": torch.full((8,), 8.0)})
+    assert (place._end, place._free) == (end + 4096, [])
+    found = [place.get(key)["m"] for key in ("large", "small", 2)]
+    assert [(tensor.numel(), set(tensor.tolist())) for tensor in found] == [(2000, {7.0}), (8, {8.0}), (1024, {2.0})]
 
 
 class Stream:
