@@ -1,6 +1,7 @@
-"""State in blocks at 60 % of the static bytes beside Megatron's AdamW: a small GPT of the demo's kind on real text.
+"""State in blocks at 60 % of the static bytes beside Megatron's AdamW: a small GPT of the demo's kind on real text, or
+with --demo the demo's own.
 
-    python benchmarks/states_study.py [--iterations 600] [--seeds 3] [--out runs/states] [--png docs/images/states.png]
+    python benchmarks/states_study.py [--demo] [--iterations 600] [--seeds 3] [--out DIR] [--png FILE]
 
     full    Megatron as it is                 auto    --adacc-state-plan auto --adacc-state-limit 60%
 
@@ -38,7 +39,6 @@ SMALLER = {
     "max-position-embeddings": 128,
     "attention-dropout": 0.0,
     "hidden-dropout": 0.0,
-    "lr-warmup-iters": 60,
 }
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ .*lm loss: ([0-9.E+-]+)")
 VALIDATION = re.compile(r"validation loss at iteration \d+ .*lm loss value: ([0-9.E+-]+)")
@@ -64,7 +64,8 @@ class Outcome:
 
 
 def command(arm: str, seed: int, options: argparse.Namespace, report: Path) -> list[str]:
-    settings = yaml.safe_load((ROOT / "configs" / "gpt_demo.yaml").read_text()) | SMALLER | {"seed": seed}
+    settings = yaml.safe_load((ROOT / "configs" / "gpt_demo.yaml").read_text()) | ({} if options.demo else SMALLER)
+    settings |= {"lr-warmup-iters": options.iterations // 10, "seed": seed}
     data = options.data
     return [
         *(sys.executable, str(ROOT / "benchmarks" / "states_job.py")),
@@ -141,6 +142,7 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", action="store_true", help="the demo's GPT in its own size, with its dropout")
     parser.add_argument("--iterations", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--eval-iters", type=int, default=100)
