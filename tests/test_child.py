@@ -61,6 +61,7 @@ def test_a_signal_to_the_command_ends_the_job(number: signal.Signals) -> None:
     script = "import os, time; print(os.getpid()); time.sleep(60)"
     command = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup has it ignored
         "from megatron_adacc.child import Child\n"
         f"with Child([sys.executable, '-u', '-c', {script!r}]) as job:\n"
         "    for line in job.lines(): print(line, end='', flush=True)"
