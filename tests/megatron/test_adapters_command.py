@@ -1,5 +1,6 @@
 """adacc adapters export: models of Hugging Face beside the Megatron models that were trained, merging, layouts."""
 
+import contextlib
 import json
 from argparse import Namespace
 
@@ -11,6 +12,7 @@ from torch import nn
 from megatron_adacc import adapters
 from megatron_adacc.cli import main
 from megatron_adacc.megatron import checkpoint_files
+from megatron_adacc.patches import patching
 
 RANK, ALPHA = 4, 6.0
 COMMON = {"make_vocab_size_divisible_by": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0, "report": False}
@@ -205,14 +207,20 @@ def test_parts_of_ranks_and_stages_are_joined(gated, tmp_path):
 
 class TestRefusals:
     @pytest.fixture
-    def refused(self, capsys):
-        """refused(arguments): the sentence that the command ends with."""
+    def refused(self, capsys, monkeypatch):
+        """refused(arguments): the sentence that the command ends with. What it patched is taken back: a process that
+        exports ends with that, and this one has other tests to run."""
+        applied: list[contextlib.ExitStack] = []
+        apply = patching.apply
+        monkeypatch.setattr(patching, "apply", lambda patches: applied.append(apply(patches)) or applied[-1])
 
         def run(*arguments):
             assert main(["adapters", "export", *map(str, arguments)]) == 2
             return capsys.readouterr().err
 
-        return run
+        yield run
+        for stack in reversed(applied):
+            stack.close()
 
     def test_options(self, refused, tmp_path):
         out = ("-o", tmp_path / "out")
