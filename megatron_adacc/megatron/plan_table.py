@@ -135,11 +135,11 @@ _STATIC = {
     "gradients": "gradients",
     "master": "fp32 master copy",
     "moments": "optimizer's moments",
-    "total_bytes": "in all",
+    "total_bytes": "total",
     "planned_moments": "moments with the state plan",
     "planned_away": "  elsewhere",
     "planned_waiting": "gradients that wait",
-    "planned_total_bytes": "in all with it",
+    "planned_total_bytes": "total with it",
 }
 
 

@@ -124,20 +124,15 @@ def encode(
         return
     assert m_exponent is not None
     assert v_exponent is not None
-    (_encode_8 if bits == 8 else _encode_4)(m_value, v_value, s, m, v, m_exponent, v_exponent, m_word, v_word)
+    found = _encode_8(m_value, s, m_word, v_word) if bits == 8 else _encode_4(m_value, v_value, m_word, v_word)
+    for target, value in zip((m, v, m_exponent, v_exponent), found, strict=True):
+        target.copy_(value)
 
 
 def _encode_8(
-    m_value: Tensor,
-    v_value: Tensor,
-    s: Tensor,
-    m: Tensor,
-    v: Tensor,
-    m_exponent: Tensor,
-    v_exponent: Tensor,
-    m_word: Tensor | None,
-    v_word: Tensor | None,
-) -> None:
+    m_value: Tensor, s: Tensor, m_word: Tensor | None, v_word: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of m and v, and their exponents, of m and sqrt(v)."""
     exponent = _e4m3_exponent(_largest(s))
     scaled = torch.where(s < torch.inf, s, 0.0) * _power_of_two(-exponent)
     codes = _e4m3_codes(scaled, v_word, root=True).clamp_max(_E4M3_TOP)
@@ -151,32 +146,21 @@ def _encode_8(
     magnitude = q.abs() * _power_of_two(-q_exponent)
     q_codes = _e4m3_codes(magnitude.clamp_max(448.0), m_word, root=False).clamp_max(_E4M3_TOP)
     q_codes = torch.where(magnitude < torch.inf, q_codes, _E4M3_NAN)
-    m.copy_((q_codes | ((q < 0.0).to(torch.int32) << 7)).to(torch.uint8))
-    v.copy_(torch.where(s < torch.inf, codes, _E4M3_NAN).to(torch.uint8))
-    m_exponent.copy_(q_exponent)
-    v_exponent.copy_(exponent)
+    q_codes = q_codes | ((q < 0.0).to(torch.int32) << 7)
+    codes = torch.where(s < torch.inf, codes, _E4M3_NAN)
+    return q_codes.to(torch.uint8), codes.to(torch.uint8), q_exponent, exponent
 
 
 def _encode_4(
-    m_value: Tensor,
-    v_value: Tensor,
-    s: Tensor,
-    m: Tensor,
-    v: Tensor,
-    m_exponent: Tensor,
-    v_exponent: Tensor,
-    m_word: Tensor | None,
-    v_word: Tensor | None,
-) -> None:
+    m_value: Tensor, v_value: Tensor, m_word: Tensor | None, v_word: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Packed codes of m and v, and their exponents."""
     levels, exponents = _encode_levels(v_value, v_word)
     back = torch.sqrt(_power_of_two_of(exponents.unsqueeze(1) - levels))
     q = m_value * torch.where((v_value > 0.0) & (v_value < torch.inf), 1.0 / back, 0.0)
     q = torch.where(q.abs() < torch.inf, q.clamp(-_LARGEST_Q, _LARGEST_Q), torch.nan)
     codes, q_exponents = _encode_linear(q, m_word)
-    m.copy_(_pack(codes))
-    v.copy_(_pack(levels))
-    m_exponent.copy_(q_exponents)
-    v_exponent.copy_(exponents)
+    return _pack(codes), _pack(levels), q_exponents, exponents
 
 
 def _unit(word: Tensor) -> Tensor:

@@ -145,6 +145,6 @@ def test_the_table_and_figures_show_static_bytes_with_and_without(capsys):
     assert static["planned_moments"] < static["planned_away"] < static["moments"] / 3
     assert cli.main(arguments) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert any(line.startswith("in all with it ") for line in lines)
+    assert any(line.startswith("total with it ") for line in lines)
     assert "bits of most blocks at first 8" in lines
     assert not any(line.startswith("elsewhere") for line in lines)

@@ -230,10 +230,9 @@ def test_what_was_not_written_is_not_read(monkeypatch):
 
 def test_what_a_full_disk_refused_is_still_there(monkeypatch):
     """A layout of more bits asks for more room; the moments are in memory then, and the next step has them."""
-    run = Run(2, place_for(CPU))
-    run.steps(range(3))
-    exact = Run(2)
-    exact.steps(range(3))
+    run, exact = Run(2, place_for(CPU)), Run(2)
+    for one in (run, exact):
+        one.steps(range(3))
     parameter = run.parameters[0]
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
@@ -245,7 +244,7 @@ def test_what_a_full_disk_refused_is_still_there(monkeypatch):
     assert all(map(torch.equal, run.optimizer.moments(parameter), exact.optimizer.moments(exact.parameters[0])))
     for one in (run, exact):
         one.steps(range(3, 9))
-    assert all(map(torch.equal, run.parameters, exact.parameters))
+    assert_same(run, exact)
 
 
 def test_a_state_dict_that_is_refused_changes_nothing():
@@ -258,7 +257,7 @@ def test_a_state_dict_that_is_refused_changes_nothing():
         run.optimizer.load_state_dict(short)
     for one in (run, exact):
         one.steps(range(3, 9))
-    assert all(map(torch.equal, run.parameters, exact.parameters))
+    assert_same(run, exact)
 
 
 def test_a_file_that_has_lost_its_end():
